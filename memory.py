@@ -1,0 +1,95 @@
+"""memory.py - what a memory is: a small network M(x; W) with fast weights W, its loss, and its gradients in closed form.
+
+    linear   M(x) = x W                                                  a matrix, as in linear attention and DeltaNet
+    mlp      M(x) = r + gelu(x W1) W2                                    ATLAS Eq 42
+    gated    M(x) = r + (gelu(x W1) * (x W2)) W3                         ATLAS Eq 43 (ATLAS++)
+
+x = phi(k) is a row vector of E features, and the residual r is k itself, of dimension D  (choice 9). W is a tuple of matrices,
+one set for each sequence and head. The inner loop (omega.py) changes W at test time; where W starts is a parameter of the
+outer loop like any other. No biases, as in the paper.
+
+Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in capitals):
+
+    code       ATLAS        Titans      meaning
+    M, W       M_t          M_t         fast weights of one sequence and head, a tuple of matrices; M0 where they start
+    S          S_t          S_t         momentum of the gradients
+    keep       alpha_t      1 - alpha_t fraction of the memory retained, in (0, 1)
+    step       eta_t        theta_t     inner step size, > 0
+    momentum   theta_t      eta_t       momentum decay, in [0, 1)
+    gate       gamma_i^(t)  -           weight of the i-th window token at step t: `window` values a token
+    window     c            1           tokens the Omega rule looks back on
+    chunk      b            b           tokens that share one gradient point
+    degree     p            1           polynomial degree of phi
+
+    B batch   H heads   T tokens   D head dim   E = dim of phi(k)   F hidden width of the memory   C chunk
+"""
+import torch
+import torch.nn.functional as F
+
+MEMORIES = ("linear", "mlp", "gated")
+LOSSES = ("l2", "dot", "huber", "lp")
+LP = 3                                                        # MIRAS' Moneta: |y - v|_p^p with p = 3
+
+
+def shapes(kind, e, f, d):
+    """The shapes of the weights W of a memory from E features through F hidden units to D outputs."""
+    return {"linear": [(e, d)], "mlp": [(e, f), (f, d)], "gated": [(e, f), (e, f), (f, d)]}[kind]
+
+
+def apply(kind, read, x, r):
+    """M(x), where `read(i, rows)` multiplies rows by the i-th weight matrix - whatever that matrix is at each row.
+
+    x (..., T, E), residual r (..., T, D) -> (..., T, D). With `read = lambda i, a: a @ W[i]` all rows see the same W; the chunk
+    form of omega.py reads row t at W_t without ever forming W_t.
+    """
+    if kind == "linear":
+        return read(0, x)
+    if kind == "mlp":
+        return r + read(1, F.gelu(read(0, x)))                                   # Eq 42
+    return r + read(2, F.gelu(read(0, x)) * read(1, x))                          # Eq 43
+
+
+def loss(kind, y, v):
+    """The attentional bias l(y; v), summed over everything (choice 1); 1/2 makes the l2 error y - v (choice 2)."""
+    if kind == "l2":
+        return 0.5 * (y - v).square().sum()                                      # Eq 9
+    if kind == "dot":
+        return -(y * v).sum()                                                    # Eq 19, with the sign that writes + v k^T
+    if kind == "huber":
+        return F.huber_loss(y, v, reduction="sum")                               # MIRAS, Yaad
+    return (y - v).abs().pow(LP).sum() / LP                                      # MIRAS, Moneta
+
+
+def error(kind, y, v):
+    """dl/dy of the loss above."""
+    if kind == "dot":
+        return -v
+    e = y - v
+    if kind == "huber":
+        return e.clamp(-1, 1)
+    return e if kind == "l2" else e.abs().pow(LP - 1) * e.sign()
+
+
+def gradients(kind, loss_kind, W, x, r, v):
+    """The gradient of every token's loss at fixed weights W, as one rank-one pair a matrix: dl/dW[i] = a^T d.
+
+    x (..., n, E), r and v (..., n, D) -> list over matrices of (a (..., n, in), d (..., n, out)): the rows that enter the matrix
+    and the error signals that leave it. This is backpropagation written out; autograd of `loss` is what tests compare it with.
+    """
+    if kind == "linear":
+        return [(x, error(loss_kind, x @ W[0], v))]
+    z = x @ W[0]
+    h = F.gelu(z)
+    if kind == "mlp":
+        e = error(loss_kind, r + h @ W[1], v)
+        return [(x, gelu_backward(e @ W[1].mT, z)), (h, e)]
+    g = x @ W[1]
+    a = h * g
+    e = error(loss_kind, r + a @ W[2], v)
+    da = e @ W[2].mT
+    return [(x, gelu_backward(da * g, z)), (x, da * h), (a, e)]
+
+
+def gelu_backward(d, z):
+    """d * gelu'(z), torch's own fused kernel (it is differentiable again, which the outer loop needs)."""
+    return torch.ops.aten.gelu_backward(d, z)

@@ -1,0 +1,361 @@
+"""models.py - from tokens to logits: configuration, layers, blocks, the language model, and the paper's Table 1 as data.
+
+    block(x) = x + mixer(norm(x)),  then  x + SwiGLU(norm(x))                                   ATLAS Figure 3 (left)
+    mixer    = a memory that learns at test time (Figure 3, right), attention, or both wired as in Titans Eq 19-31
+
+There are two loops. The outer loop (train.py) learns every nn.Parameter here, M0 - where each memory starts - among them. The
+inner loop (omega.py) runs inside forward: it starts from M0 at the beginning of every sequence, changes only the fast weights
+W of that sequence, and never touches a parameter. What it has learned by token t is in the `state` that forward returns.
+"""
+from dataclasses import asdict, dataclass, field, fields
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memory import LOSSES, MEMORIES, shapes
+import omega
+from muon import COEFFICIENTS
+from poly import FEATURES, Features
+
+WIRINGS = ("lmm", "mag", "mal", "mac")
+
+
+def opt(default, help, **more):
+    return field(default=default, metadata=dict(help=help, **more))
+
+
+@dataclass
+class Config:
+    """Everything that is needed to rebuild the network; train.py makes one flag of each field and saves it in the checkpoint."""
+    vocab_size: int = opt(65, "number of tokens; set from the tokenizer")
+    n_layer: int = opt(4, "blocks")
+    n_head: int = opt(8, "heads; each has its own memory")
+    n_embd: int = opt(128, "width of the residual stream")
+    mixer: str = opt("memory", "what mixes tokens", choices=("memory", "attention"))
+    memory: str = opt("mlp", "the memory: a matrix, Eq 42, or Eq 43", choices=MEMORIES)
+    expansion: int = opt(4, "hidden width of the memory, in head dims")
+    loss: str = opt("l2", "inner loss (attentional bias)", choices=LOSSES)
+    window: int = opt(8, "tokens the Omega rule looks back on (the paper's c); 1 is Titans")
+    chunk: int = opt(64, "tokens that share one gradient point (the paper's b)")
+    momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
+    muon: bool = opt(True, "Newton-Schulz on the momentum, Eq 32")
+    muon_every: int = opt(64, "tokens that share one Newton-Schulz; 1 is the paper's Eq 40")
+    ns_steps: int = opt(5, "Newton-Schulz iterations")
+    ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", choices=tuple(COEFFICIENTS))
+    features: str = opt("monomial", "feature map phi of keys and queries", choices=FEATURES)
+    degree: int = opt(2, "polynomial degree of phi (the paper's p); 1 with --features none is no map at all")
+    keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
+    conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
+    gate: str = opt("token", "gamma: a learned weight for each token of the window, or all equal", choices=("token", "uniform"))
+    max_step: float = opt(1.0, "upper bound of the inner step size eta")
+    attn_window: int = opt(0, "sliding window of attention in tokens; 0 is full attention")
+    mlp_hidden: int = opt(0, "hidden width of the SwiGLU; 0 takes 8/3 of n_embd")
+    dropout: float = opt(0.0, "dropout on what each block adds to the residual stream")
+    tie: bool = opt(True, "share the embedding with the output layer")
+
+    def __post_init__(self):
+        for name in ("vocab_size", "n_layer", "n_head", "n_embd", "expansion", "window", "chunk", "muon_every", "ns_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        for f in fields(self):
+            choices = f.metadata.get("choices")
+            if choices and getattr(self, f.name) not in choices:
+                raise ValueError(f"--{f.name.replace('_', '-')} must be one of {', '.join(choices)}, not {getattr(self, f.name)!r}")
+        if self.n_embd % self.n_head:
+            raise ValueError(f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}")
+        if self.degree < 1 or self.degree > 1 and self.features == "none":
+            self.degree = 1
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    def rule(self):
+        every = min(self.muon_every, self.chunk) if self.muon else 0
+        return omega.Rule(self.memory, self.loss, self.window, self.chunk, every, self.ns_steps, self.ns_coefficients)
+
+
+# Differences from Config's defaults, as in Table 1 of the paper.
+PRESETS = {
+    "transformer": dict(mixer="attention"),
+    "linear":      dict(memory="linear", loss="dot", window=1, momentum=False, muon=False, features="none", keep=False),
+    "titans":      dict(memory="mlp",    loss="l2",  window=1, momentum=True,  muon=False, features="none"),
+    "omeganet":    dict(memory="mlp",    loss="l2",  window=8, momentum=False, muon=False, features="monomial"),
+    "atlas":       dict(memory="mlp",    loss="l2",  window=8, momentum=True,  muon=True,  features="monomial"),
+}
+
+SIZES = {
+    "tiny": dict(),
+    "baby": dict(n_layer=6, n_head=12, n_embd=384),
+    "170m": dict(n_layer=12, n_head=16, n_embd=768),
+    "340m": dict(n_layer=24, n_head=16, n_embd=1024),
+    "760m": dict(n_layer=24, n_head=16, n_embd=1536),
+    "1.3b": dict(n_layer=18, n_head=8, n_embd=2048),
+}
+
+
+class Norm(nn.Module):
+    """RMSNorm over the last dimension with a learned scale."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(*shape))
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:]) * self.weight
+
+
+def at_least_float32(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class MemoryState(NamedTuple):
+    rule: omega.State                                         # the memory itself
+    conv: torch.Tensor                                        # (B, 3, 3 n_embd), the last inputs of the convolution
+
+
+class Memory(nn.Module):
+    """The layer that learns at test time (Figure 3, right): projections, convolution, gates, the Omega rule, norm, output gate."""
+    conv_width = 4
+
+    def __init__(self, config):
+        super().__init__()
+        c, d, H = config, config.n_embd, config.n_head
+        self.config = c
+        self.qkv = nn.Linear(d, 3 * d, bias=False)
+        self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * d)) if c.conv else None
+        self.n_gates = [1, 1, int(c.momentum), c.window if c.gate == "token" else 0]               # keep, step, momentum, gate
+        self.gates = nn.Linear(d, H * sum(self.n_gates))
+        self.phi = Features(c.features, c.head_dim, c.degree)
+        hidden = c.expansion * c.head_dim
+        self.M0 = nn.ParameterList(
+            nn.Parameter(torch.zeros(H, *s)) for s in shapes(c.memory, self.phi.out_dim, hidden, c.head_dim))
+        self.norm = Norm(H, 1, c.head_dim)
+        self.out_gate = nn.Linear(d, d, bias=False)
+        self.out = nn.Linear(d, d, bias=False)
+
+    def init(self):
+        """Starting values beyond those of LM.init."""
+        H, c = self.config.n_head, self.config
+        if self.conv is not None:                             # begins as the identity: the newest of the four taps
+            nn.init.normal_(self.conv, std=0.1)
+            self.conv.data[-1] += 1
+        if c.memory != "linear":                              # |x| = 1, so this gives hidden units and outputs of size about 1
+            for W in self.M0:
+                nn.init.normal_(W, std=W.shape[2 if W.shape[1] == self.phi.out_dim else 1] ** -0.5)
+        nn.init.zeros_(self.gates.weight)
+        nn.init.normal_(self.gates.weight, std=0.02)
+        bias = [torch.linspace(2, 6, H)[:, None],             # keep 0.88 .. 0.998: heads remember for different spans
+                torch.full((H, 1), -3.0), torch.zeros(H, self.n_gates[2]), torch.zeros(H, self.n_gates[3])]
+        self.gates.bias.data = torch.cat(bias, 1).flatten()
+
+    def heads(self, x):
+        return x.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)         # (B, T, H D) -> (B, H, T, D)
+
+    def make_gates(self, x):
+        """keep, step, momentum (B, H, T) and gate (B, H, T, window), in float32, each a function of its token."""
+        c = self.config
+        keep, step, momentum, gate = self.heads(at_least_float32(self.gates(x))).split(self.n_gates, -1)
+        keep, step = keep.sigmoid().squeeze(-1), c.max_step * step.sigmoid().squeeze(-1)           # choice 4: eta outside of NS
+        gate = gate.sigmoid() if c.gate == "token" else gate.new_ones(*keep.shape, c.window)
+        return omega.Gates(keep if c.keep else torch.ones_like(keep), step,
+                           momentum.sigmoid().squeeze(-1) if c.momentum else None,
+                           gate / c.window)                   # choice 6: the total weight does not depend on the window
+
+    def short_conv(self, x, tail):
+        """y_t = sum_j conv[j] * x_{t-3+j}, channel by channel; `tail` holds the inputs before x."""
+        if self.conv is None:
+            return x, tail
+        x = torch.cat([tail, x], 1)
+        T = x.shape[1] - tail.shape[1]
+        y = x[:, :T] * self.conv[0]
+        for j in range(1, self.conv_width):
+            y = torch.addcmul(y, x[:, j: j + T], self.conv[j])
+        return y, x[:, T:]
+
+    def forward(self, x, state=None):
+        """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState."""
+        c, rule = self.config, self.config.rule()
+        if state is None:
+            state = MemoryState(omega.start(rule, self.phi, list(self.M0), len(x), momentum=c.momentum),
+                                x.new_zeros(len(x), self.conv_width - 1, 3 * c.n_embd))
+        qkv, tail = self.short_conv(self.qkv(x), state.conv)
+        q, k, v = (at_least_float32(self.heads(a)) for a in F.silu(qkv).chunk(3, -1))
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        with torch.autocast(x.device.type, enabled=False):    # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
+            y, inner = omega.omega(rule, self.phi, q, k, v, self.make_gates(x), state.rule)
+        y = self.norm(y).transpose(1, 2).flatten(2).to(x.dtype)
+        return self.out(y * F.silu(self.out_gate(x))), MemoryState(inner, tail)
+
+
+class AttentionState(NamedTuple):
+    k: torch.Tensor                                           # (B, H, n, D), at most attn_window - 1 of them if that is set
+    v: torch.Tensor
+    pos: int                                                  # tokens so far
+
+
+def rope(x, pos):
+    """Rotary positions (Su et al. 2021): pairs of coordinates of x (B, H, T, D) turn by an angle that grows with the position."""
+    half = x.shape[-1] // 2
+    freq = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angle = torch.arange(pos, pos + x.shape[2], device=x.device, dtype=torch.float32)[:, None] * freq
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Attention(nn.Module):
+    """Causal softmax attention, full or with a sliding window: RoPE, normalised queries and keys. The baseline."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.q_norm, self.k_norm = Norm(config.head_dim), Norm(config.head_dim)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def init(self):
+        pass
+
+    def forward(self, x, state=None):
+        """(B, T, n_embd), AttentionState or None -> (B, T, n_embd), AttentionState."""
+        T, w = x.shape[1], self.config.attn_window
+        q, k, v = (a.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for a in self.qkv(x).chunk(3, -1))
+        pos = state.pos if state else 0
+        q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)
+        if state:
+            k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
+        mask = None
+        if k.shape[2] > T or 0 < w < T:
+            i = torch.arange(T, device=x.device)[:, None] + k.shape[2] - T
+            j = torch.arange(k.shape[2], device=x.device)
+            mask = (j <= i) & (j > i - w) if w else j <= i
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        first = max(0, k.shape[2] - w + 1) if w else 0
+        state = AttentionState(k[:, :, first:], v[:, :, first:], pos + T)
+        return self.out(y.transpose(1, 2).flatten(2)), state
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        hidden = config.mlp_hidden or -(-config.n_embd * 8 // 3 // 16) * 16
+        self.up = nn.Linear(config.n_embd, 2 * hidden, bias=False)
+        self.out = nn.Linear(hidden, config.n_embd, bias=False)
+
+    def forward(self, x):
+        a, b = self.up(x).chunk(2, -1)
+        return self.out(F.silu(a) * b)
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + SwiGLU(norm(x))."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm1, self.norm2 = Norm(config.n_embd), Norm(config.n_embd)
+        self.mixer = Attention(config) if config.mixer == "attention" else Memory(config)
+        self.mlp = SwiGLU(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, state=None):
+        y, state = self.mixer(self.norm1(x), state)
+        x = x + self.dropout(y)
+        return x + self.dropout(self.mlp(self.norm2(x))), state
+
+
+class LM(nn.Module):
+    """A language model: tokens (B, T) -> logits (B, T, vocab_size). Every layer's state comes out and can go back in."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = Norm(config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie:
+            self.head.weight = self.embed.weight
+        self.init()
+
+    def init(self):
+        for name, m in self.named_modules():
+            if isinstance(m, nn.Linear):
+                scale = (2 * self.config.n_layer) ** -0.5 if name.endswith(".out") else 1.0
+                nn.init.normal_(m.weight, std=scale * m.in_features ** -0.5)
+                if m.bias is not None:
+                    nn.init.zeros_(m.bias)
+        nn.init.normal_(self.embed.weight, std=0.02 if self.config.tie else 1.0)
+        for block in self.blocks:
+            block.mixer.init()
+
+    def forward(self, tokens, state=None):
+        """tokens (B, T) integers, state from an earlier call or None -> logits (B, T, vocab_size), state after the last token.
+
+        Any split of a sequence over calls gives the logits of the whole.
+        """
+        x = self.embed(tokens)
+        if self.config.tie:
+            x = x * self.config.n_embd ** 0.5
+        states = []
+        for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
+            x, s = block(x, s)
+            states.append(s)
+        return self.head(self.norm(x)), tuple(states)
+
+    def loss(self, tokens, targets):
+        """Mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count."""
+        logits, _ = self(tokens)
+        return F.cross_entropy(at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=-100)
+
+    def num_params(self):
+        return sum(p.numel() for p in self.parameters())
+
+    @torch.no_grad()
+    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+        """Yield max_new_tokens times the next token (B,), given tokens (B, T); every one costs the same (the state does not grow).
+
+        temperature 0 takes the most likely token; top_k 0 and top_p 1 are off.
+        """
+        logits, state = self(tokens)
+        for _ in range(max_new_tokens):
+            token = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
+            yield token
+            logits, state = self(token[:, None], state)
+
+
+def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    """One token for each row of logits (B, V): temperature, then the top_k most likely, then the fewest of total mass top_p."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits, order = (logits / temperature).sort(descending=True)
+    if top_k:
+        logits[:, top_k:] = -torch.inf
+    probs = logits.softmax(-1)
+    probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)              # the token that crosses top_p stays
+    return order.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
+
+
+def build(preset="atlas", **overrides):
+    """A language model from Table 1: a preset's differences from Config's defaults, then `overrides` (fields of Config).
+
+    Raises ValueError for an unknown preset, field or value.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"unknown model {preset!r}; choose one of {', '.join(PRESETS)}")
+    unknown = set(overrides) - {f.name for f in fields(Config)}
+    if unknown:
+        raise ValueError(f"unknown field {', '.join(sorted(unknown))}; Config has {', '.join(f.name for f in fields(Config))}")
+    return LM(Config(**{**PRESETS[preset], **overrides}))
+
+
+def detach(state):
+    """The state cut off from the autograd graph of the tokens that made it, for streaming and for training on segments."""
+    if isinstance(state, torch.Tensor):
+        return state.detach()
+    if isinstance(state, tuple):
+        parts = [detach(s) for s in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    return state

@@ -1,0 +1,290 @@
+"""omega.py - how the memory learns at test time: the Omega rule, decay, momentum and Newton-Schulz (ATLAS sections 3-5).
+
+For every weight matrix W of the memory (ATLAS Eq 9, 16, 32, 33; their signs and misprints: README, choices 3 - 6):
+
+    g_t = sum over i in (t - window, t] of gate[t, i] * grad_W l(M(phi(k_i)), v_i)   at the anchor, W at the last chunk boundary
+    S_t = momentum_t * S_{t-1} + g_t
+    W_t = keep_t * W_{t-1} - step_t * NS(S_t)                       NS for ATLAS only, else the identity
+    y_t = M(phi(q_t); W_t)                                          read after write
+
+chunk = 1 is the sequential rule (Eq 15), chunk > 1 is what the paper trains (Eq 16): all tokens of a chunk take their gradients
+at the anchor, including the window tokens from before the chunk. muon_every = m refreshes NS at every m-th token of a chunk and
+uses it for m tokens; m = 1 is the paper (Eq 40).
+
+`omega_ref` is this text, token by token, with gradients by autograd. `omega` is the same function as a handful of matrix
+products a chunk: at a fixed anchor a token's gradient is x^T d, so
+
+    W_t = keepprod_t W_0 - u_t S_0 - sum_i P[t, i] x_i^T d_i        P = A diag(step) Theta Gate,  u = A diag(step) momprod
+    r_t W_t = keepprod * (R W_0) - u * (R S_0) - (P o (R X^T)) D    for all rows r_t at once: attention with P for a softmax
+
+with A[t, n] = prod keep_{n+1..t} and Theta[t, n] = prod momentum_{n+1..t}. No per-token weight is formed. With Newton-Schulz
+the S_t at the start of each m-token block is formed, and r_t W_t is two products with that block's weights.
+"""
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.func import grad, vmap
+
+import memory
+from muon import newton_schulz
+
+
+class Rule(NamedTuple):
+    """What is learned and how: the four choices of MIRAS (memory, loss, retention through the gates, algorithm)."""
+    memory: str = "mlp"
+    loss: str = "l2"
+    window: int = 1
+    chunk: int = 64
+    muon_every: int = 0                                       # 0: no Newton-Schulz
+    ns_steps: int = 5
+    ns_coefficients: str = "muon"
+    straight_through: bool = False
+
+    def ns(self, S):
+        return newton_schulz(S, self.ns_steps, self.ns_coefficients, self.straight_through)
+
+
+class Gates(NamedTuple):
+    """The data-dependent numbers of the rule, produced by the outer network; see the table in memory.py."""
+    keep: torch.Tensor                                        # (B, H, T) in (0, 1]
+    step: torch.Tensor                                        # (B, H, T)
+    momentum: torch.Tensor | None                             # (B, H, T) in [0, 1); None for none
+    gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
+
+
+class State(NamedTuple):
+    """All that the rule carries from token t to t + 1, the same size for every t (but for `exp` features, which keep all keys)."""
+    W: tuple                                                  # W_t, matrices (B, H, in, out)
+    S: tuple                                                  # S_t, or () without momentum
+    anchor: tuple                                             # W at the last chunk boundary
+    O: tuple                                                  # NS of the block in progress, or () between blocks
+    k: torch.Tensor                                           # (B, H, min(t, window - 1), D), the pairs a window looks back on
+    v: torch.Tensor
+    keys: torch.Tensor | None                                 # (B, H, t, D) all keys so far, for `exp` features only
+    pos: int                                                  # tokens since the chunk boundary, t mod chunk
+
+
+def start(rule, phi, M0, batch, S0=None, momentum=True):
+    """The state before the first token: W = M0 for every sequence, S = 0 (choice 10). M0: matrices (H, in, out)."""
+    W = tuple(w.expand(batch, *w.shape) for w in M0)
+    S = () if not momentum else S0 or tuple(torch.zeros_like(w) for w in W)
+    none = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
+    return State(W, S, W, (), none, none, none if phi.kind == "exp" else None, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# The definition.
+
+def omega_ref(rule, phi, q, k, v, gates, state):
+    """The rule of the module docstring, token by token; the gradient is autograd of the printed loss.
+
+    q, k, v (B, H, T, D), gates and state as in their classes -> y (B, H, T, D), state. Slow: for reading and for tests.
+    """
+    pos, n = state.pos, state.k.shape[2]
+
+    def one(W, S, anchor, O, ks, vs, q, k, v, keep, step, momentum, gate):       # one sequence, one head
+        def window_loss(W, i, weights):
+            return sum(w * memory.loss(rule.loss, M(W, ks[j]), vs[j]) for w, j in zip(weights, i))
+
+        def M(W, k):
+            return memory.apply(rule.memory, lambda i, rows: rows @ W[i], phi(k), k)
+
+        ks, vs, ys = torch.cat([ks, k]), torch.cat([vs, v]), []
+        for t in range(q.shape[0]):
+            if (pos + t) % rule.chunk == 0:
+                anchor = W
+            i = range(max(0, n + t - rule.window + 1), n + t + 1)                # this token and the window - 1 before it
+            g = grad(window_loss)(anchor, i, gate[t, rule.window - len(i):])
+            S = tuple(momentum[t] * s + g for s, g in zip(S, g)) if len(momentum) else g         # Eq 33
+            if rule.muon_every == 0:
+                O = S
+            elif (pos + t) % rule.chunk % rule.muon_every == 0:
+                O = tuple(rule.ns(s) for s in S)                                 # Eq 40
+            W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32
+            ys.append(M(W, q[t]))                                                # choice 3: read after write
+        return torch.stack(ys), W, S if len(momentum) else (), anchor, O
+
+    gates = (() if g is None else g for g in gates)
+    y, W, S, anchor, O = vmap(vmap(one))(state.W, state.S, state.anchor, state.O, state.k, state.v, q, k, v, *gates)
+    pos = (pos + q.shape[2]) % rule.chunk
+    O = O if rule.muon_every and pos % rule.muon_every else ()
+    tail = [torch.cat([a, b], 2)[:, :, max(0, n + q.shape[2] - rule.window + 1):] for a, b in ((state.k, k), (state.v, v))]
+    return y, State(W, S, anchor if pos else W, O, *tail, None, pos)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# The chunk-parallel form.
+
+class Mixing(NamedTuple):
+    """Everything in the formulas above that depends on the gates alone, for one chunk of c tokens and n = window - 1 + c pairs."""
+    keepprod: torch.Tensor                                    # (..., c, 1)  keep_1 .. keep_t
+    momprod: torch.Tensor | None                              # (..., c, 1)  momentum_1 .. momentum_t
+    A: torch.Tensor                                           # (..., c, c)  prod keep_{n+1..t}
+    AS: torch.Tensor                                          # (..., c, c)  A diag(step)
+    G: torch.Tensor                                           # (..., c, n)  Theta Gate: S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
+
+
+def decay(factors):
+    """(..., c) -> prod factors_{1..t} (..., c, 1) and the lower triangle of prod factors_{n+1..t} (..., c, c)."""
+    logs = factors.clamp_min(torch.finfo(factors.dtype).tiny).log().cumsum(-1)
+    span = logs[..., :, None] - logs[..., None, :]
+    above = torch.ones_like(span[(0,) * (span.dim() - 2)], dtype=torch.bool).triu(1)
+    return logs.exp()[..., None], span.masked_fill(above, -torch.inf).exp()      # masked before exp: no 0 * inf in backward
+
+
+def band(gate):
+    """The window mask of section 3.3, weighted: (..., c, w) -> (..., c, w - 1 + c) with row t holding gate[t] from column t on."""
+    *lead, c, w = gate.shape
+    return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
+
+
+def mixing(gates):
+    """Mixing of chunks whose gates are (..., c) and (..., c, window), any leading dimensions."""
+    keepprod, A = decay(gates.keep)
+    momprod, G = None, band(gates.gate)
+    if gates.momentum is not None:
+        momprod, Theta = decay(gates.momentum)
+        G = Theta @ G                                         # Eq 39
+    return Mixing(keepprod, momprod, A, A * gates.step[..., None, :], G)
+
+
+def omega(rule, phi, q, k, v, gates, state):
+    """The rule of the module docstring, chunk-parallel; arguments and returns of `omega_ref`, any length, any state."""
+    T, w = q.shape[2], rule.window
+    missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window
+    if missing:
+        i = torch.arange(T, device=q.device)[:, None] + torch.arange(w, device=q.device)
+        gates = gates._replace(gate=gates.gate * (i >= missing))
+    ks, vs = (torch.cat([F.pad(a, (0, 0, missing, 0)), b], 2) for a, b in ((state.k, k), (state.v, v)))
+    state = state._replace(k=ks[:, :, max(T, missing):], v=vs[:, :, max(T, missing):])
+    xq, xk, xw = phi(q), phi(ks), None
+    if phi.kind == "exp":
+        state, xq, xk, xw = write_keys(rule, state, q, k, ks)
+
+    ys, t = [], 0
+    for length, count in cuts(T, state.pos, rule.chunk):      # the rest of a chunk in progress; whole chunks; a chunk begun
+        now, seen = slice(t, t + length * count), slice(t, t + length * count + w - 1)
+        fold = lambda a: a[:, :, now].unflatten(2, (count, length))                               # (B, H, N, C, ..)
+        look = lambda a: a[:, :, seen].unfold(2, length + w - 1, length).transpose(-1, -2)        # (B, H, N, n, ..)
+        mix = mixing(Gates(*(g if g is None else fold(g) for g in gates)))
+        scores = phi.inner(fold(q), look(ks))                                                     # (B, H, N, C, n)
+        P, u, PS = None, None, None
+        if not rule.muon_every:
+            P = mix.AS @ mix.G
+            PS = P * scores
+            u = mix.AS @ mix.momprod if state.S else None
+        parts = [xq, q, xk, ks, vs] + ([] if xw is None else [xw])
+        parts = [(fold if i < 2 else look)(a).unbind(2) for i, a in enumerate(parts)]
+        mixes = [None if a is None else a.unbind(2) for a in (*mix, P, u, PS)]
+        for j in range(count):
+            tokens = [p[j] for p in parts]
+            m = [None if a is None else a[j] for a in mixes]
+            step_chunk = muon_chunk if rule.muon_every else linear_chunk
+            y, state = step_chunk(rule, state, tokens, m)
+            ys.append(y)
+        t = now.stop
+    return torch.cat(ys, 2), state
+
+
+def cuts(T, pos, chunk):
+    """T tokens, the first `pos` tokens into a chunk, as runs of (length, count): count stretches of `length` tokens each."""
+    head = min(T, -pos % chunk)
+    whole, tail = divmod(T - head, chunk)
+    return [(n, c) for n, c in ((head, 1), (chunk, whole), (tail, 1)) if n * c]
+
+
+def advance(rule, state, W, S, O, length):
+    """The state `length` tokens on; at a chunk boundary the anchor moves to W."""
+    pos = (state.pos + length) % rule.chunk
+    return state._replace(W=W, S=S, anchor=state.anchor if pos else W, O=O if pos else (), pos=pos)
+
+
+def linear_chunk(rule, state, tokens, mix):
+    """One chunk (or a part of one) without Newton-Schulz: y (B, H, c, D), and the state after it."""
+    xq, q, xk, k, v, *xw = tokens
+    keepprod, momprod, _, _, G, P, u, PS = mix
+    pairs = memory.gradients(rule.memory, rule.loss, state.anchor, xk, k, v)     # every token's x_i and d_i at the anchor
+
+    def read(i, rows):                                                           # r_t W_t for all t
+        a, d = pairs[i]
+        z = keepprod * (rows @ state.W[i]) - (PS if a is xk else P * (rows @ a.mT)) @ d
+        return z - u * (rows @ state.S[i]) if state.S else z
+
+    y = memory.apply(rule.memory, read, xq, q)
+    W, S = [], []
+    for i, (a, d) in enumerate(pairs):
+        a = xw[0] if xw and a is xk else a
+        if not state.S:
+            W.append(keepprod[..., -1:, :] * state.W[i] - a.mT @ (P[..., -1, :, None] * d))
+            continue
+        dW, dS = (a.mT @ torch.cat([P[..., -1, :, None] * d, G[..., -1, :, None] * d], -1)).chunk(2, -1)
+        W.append(keepprod[..., -1:, :] * state.W[i] - u[..., -1:, :] * state.S[i] - dW)
+        S.append(momprod[..., -1:, :] * state.S[i] + dS)
+    return y, advance(rule, state, tuple(W), tuple(S), (), q.shape[2])
+
+
+def muon_chunk(rule, state, tokens, mix):
+    """One chunk (or a part of one) with Newton-Schulz every `muon_every` tokens: y (B, H, c, D), and the state after it."""
+    xq, q, xk, k, v, *xw = tokens
+    keepprod, momprod, A, AS, G, *_ = mix
+    c, m = q.shape[2], rule.muon_every
+    into = state.pos % m                                      # tokens of the first block that are already behind us
+    blocks = -(-(into + c) // m)
+    first = [max(0, j * m - into) for j in range(blocks)]     # where each block starts in this chunk
+    fresh = first[1:] if into else first                      # a block in progress goes on with the O it has
+
+    # c_{t,j} = sum over the tokens n <= t of block j of A[t, n] step_n:   W_t = keepprod_t W_0 - sum_j c_{t,j} O_j
+    split = [b - a for a, b in zip(first, first[1:] + [c])]
+    coef = torch.stack([s.sum(-1) for s in AS.split(split, -1)], -1)             # (B, H, c, blocks)
+    grid = lambda a: F.pad(a, (0, 0, into, blocks * m - into - c)).unflatten(2, (blocks, m))      # (B, H, blocks, m, ..)
+    ends = [s - 1 for s in first[1:]]                         # the last token before block 1, 2, ..
+    own = grid(torch.cat([coef[:, :, a: a + n, j: j + 1] for j, (a, n) in enumerate(zip(first, split))], 2))
+    since = grid(torch.cat([keepprod[:, :, : split[0]]] + [A[:, :, e + 1: e + 1 + n, e: e + 1] for e, n in zip(ends, split[1:])], 2))
+
+    pairs = memory.gradients(rule.memory, rule.loss, state.anchor, xk, k, v)
+    writers = [xw[0] if xw and a is xk else a for a, _ in pairs]
+    Os, Ws = [], []
+    for i, (_, d) in enumerate(pairs):
+        O = [state.O[i][:, :, None]] if into else []
+        if fresh:
+            S = writers[i].mT[:, :, None] @ (G[:, :, fresh, :, None] * d[:, :, None])             # (B, H, blocks, in, out)
+            if state.S:
+                S = S + momprod[:, :, fresh, :, None] * state.S[i][:, :, None]
+            O.append(rule.ns(S))
+        O = torch.cat(O, 2)
+        Os.append(O)
+        W = state.W[i][:, :, None]                            # W at the start of each block
+        if ends:
+            past = keepprod[:, :, ends, :, None] * W - torch.einsum("bhtj,bhjef->bhtef", coef[:, :, ends], O)
+            W = torch.cat([W, past], 2)
+        Ws.append(W)
+
+    def read(i, rows):
+        rows = grid(rows)
+        z = since * (rows @ Ws[i]) - own * (rows @ Os[i])
+        return z.flatten(2, 3)[:, :, into: into + c]
+
+    y = memory.apply(rule.memory, read, xq, q)
+    last = coef[:, :, -1, :, None, None]
+    W = tuple(keepprod[:, :, -1:] * w - (last * O).sum(2) for w, O in zip(state.W, Os))
+    S = tuple(momprod[:, :, -1:] * s + a.mT @ (G[:, :, -1, :, None] * d) for s, a, (_, d) in zip(state.S, writers, pairs))
+    O = tuple(o[:, :, -1] for o in Os) if (into + c) % m else ()
+    return y, advance(rule, state, W, S, O, c)
+
+
+def write_keys(rule, state, q, k, ks):
+    """`exp` features (Eq 22): phi* is infinite, but a memory only ever holds sums of phi*(k_i) d_i, so it is its coefficients.
+
+    The first matrix gets one row for every key of the sequence, after D rows for the degree-1 part (where M0 lives). Reading
+    multiplies by [r, exp(r . k_1), exp(r . k_2), ..] (Eq 23), writing token i adds to its row alone: x_i^T d_i with a one-hot x_i.
+    """
+    keys = torch.cat([state.keys, k], 2)
+    firsts = 2 if rule.memory == "gated" else 1
+    grow = lambda W: tuple(F.pad(w, (0, 0, 0, k.shape[2])) if i < firsts else w for i, w in enumerate(W))
+    state = state._replace(W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), keys=keys)
+    reader = lambda r: torch.cat([r, (r @ keys.mT).exp()], -1)
+    n = q.shape[-1] + keys.shape[2]
+    hot = torch.eye(n, dtype=q.dtype, device=q.device)
+    hot = F.pad(hot, (0, 0, ks.shape[2], 0))[n:]              # the last rows belong to the last keys; missing ones write nothing
+    return state, reader(q), reader(ks), hot.expand(*k.shape[:2], *hot.shape)
