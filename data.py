@@ -1,8 +1,8 @@
 """Text and synthetic tasks: everything that becomes tokens.
 
-load_text finds the text, make_tokenizer turns it into ids, split / batch / windows cut the ids up for training and for the
-validation loss, mqar draws a synthetic recall task. There is no loader object and so no loader state: a batch is a function
-of (seed, step), which is all that an exact resume has to store. Whole texts are held in memory; nothing here is sharded.
+load_text finds the text, make_tokenizer makes it ids, split / batch / windows cut the ids up for training and for the
+validation loss, mqar draws a synthetic recall task. There is no loader object and so no loader state: a batch is a
+function of (seed, step), all that an exact resume must know. Texts are held in memory whole; nothing here is sharded.
 """
 import codecs
 import hashlib
@@ -21,7 +21,7 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 SHAKESPEARE_BYTES = 1_115_394
 KINDS = ("char", "byte", "gpt2")
 EVERY_BYTE = [bytes([b]) for b in range(256)]
-# GPT-2's way to cut text into words; written here so that a checkpoint cannot bring a regular expression of its own
+# how GPT-2 cuts text into words; here, so that no checkpoint can bring a regular expression of its own
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -34,10 +34,10 @@ class UserError(Exception):
 def load_text(name, folder="data"):
     """-> (text, used), where `used` is the name of what was really read: 'shakespeare', 'pydoc' or the path as given.
 
-    'shakespeare' is FOLDER/shakespeare.txt (FOLDER relative to this file), downloaded when missing, pydoc when that fails.
+    'shakespeare' is FOLDER/shakespeare.txt (FOLDER relative to this file), downloaded if missing, pydoc if that fails.
     'pydoc' is the help text inside CPython; it differs between Python versions, so it is no benchmark.
-    Anything else is the path of a UTF-8 file, or of a folder: all its *.txt files, subfolders too, ordered by path, with a
-    newline between two files. A byte order mark is dropped, line ends are kept as they are.
+    Anything else is the path of a UTF-8 file, or of a folder: all its *.txt files, subfolders too, ordered by path, a
+    newline between two of them. A byte order mark is dropped, line ends are kept as they are.
     Raises UserError for what is missing, empty, unreadable, not a regular file or not UTF-8.
     """
     if name == "shakespeare":
@@ -48,7 +48,7 @@ def load_text(name, folder="data"):
     if os.path.isdir(name):
         paths = sorted((p for p in Path(name).rglob("*.txt") if p.is_file()), key=lambda p: p.as_posix())
         if not paths:
-            raise UserError(f"the folder {name} holds no readable .txt file; --data takes a text file or a folder of them")
+            raise UserError(f"the folder {name} holds no .txt file; --data takes a text file or a folder of .txt files")
     text = "\n".join(_decode(_read(path), path) for path in paths)
     if not text.strip("\n"):
         raise UserError(f"{name} is empty; --data needs a file or folder with text in it")
@@ -62,8 +62,7 @@ def _read(path):
             raise UserError(f"{path} is not a regular file; save the text in a file and give its path")
         return Path(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"no such file: '{path}'; --data takes shakespeare, pydoc, a text file or a folder of .txt files") \
-            from None
+        raise UserError(f"no such file: '{path}'; --data takes shakespeare, pydoc, a text file or a folder") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from None
 
@@ -81,7 +80,7 @@ def _decode(data, path):
 
 
 def _shakespeare(path):
-    """-> (text, 'shakespeare'), or (help text, 'pydoc') with one line on stderr when there is no file and no network."""
+    """-> (text, 'shakespeare'), or (help text, 'pydoc') and a line on stderr if there is no file and no network."""
     if os.path.exists(path):
         data = _read(path)
         if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
@@ -138,17 +137,17 @@ def _say(line):
 # ---- tokenizers
 
 class Tokenizer:
-    """Text <-> ids. Whatever the kind, `tokens[id]` is the UTF-8 bytes of one id, so decoding is one table for all three:
-    char (the sorted characters of a text; one token, one character), byte (all 256) and gpt2 (GPT-2's 50257).
-    Raises ValueError or TypeError for a table that is not one of the kind it claims to be.
+    """Text <-> ids. tokens[id] is the UTF-8 bytes of one id, so one table decodes all three kinds: char (the sorted
+    characters of a text), byte (all 256) and gpt2 (GPT-2's 50257).
+    Raises ValueError or TypeError for a table that is not of the kind it claims to be.
     """
 
     def __init__(self, kind, tokens):
         tokens = list(tokens)
         if kind not in KINDS:
             raise ValueError(f"unknown tokenizer {kind!r}; choose one of {', '.join(KINDS)}")
-        if not tokens or any(type(t) is not bytes or not t for t in tokens) or len(set(tokens)) < len(tokens):
-            raise ValueError("the tokens must be distinct, non-empty bytes")
+        if not tokens or any(type(t) is not bytes for t in tokens) or len(set(tokens)) < len(tokens):
+            raise ValueError("tokens must be distinct byte strings")
         if kind == "byte" and tokens != EVERY_BYTE:
             raise ValueError("a byte table is the 256 bytes in order")
         # without every byte tiktoken panics, with an exception that `except Exception` does not catch
@@ -156,6 +155,7 @@ class Tokenizer:
             raise ValueError("a gpt2 table holds every byte and ends with <|endoftext|>")
         self.kind, self.tokens, self.vocab_size = kind, tokens, len(tokens)
         self.lengths = np.array([len(t) for t in tokens])
+        self.bpe = None                                 # gpt2: tiktoken's encoder, made when first asked to encode
         if kind == "char":
             codes = np.array([ord(t.decode("utf-8")) for t in tokens])
             self.lookup = np.full(codes.max() + 2, -1, dtype=np.int64)  # code point -> id; the last entry: all beyond
@@ -167,7 +167,7 @@ class Tokenizer:
             return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.int64)
         if self.kind == "gpt2":
             _utf8(text)                                 # tiktoken would turn half surrogates into U+FFFD silently
-            if not hasattr(self, "bpe"):
+            if self.bpe is None:
                 ranks = {token: rank for rank, token in enumerate(self.tokens[:-1])}     # all but <|endoftext|>
                 self.bpe = _tiktoken().Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
             return np.array(self.bpe.encode_ordinary(text), dtype=np.int64)
@@ -185,8 +185,8 @@ class Tokenizer:
         return self._bytes(ids).decode("utf-8", "replace")
 
     def stream(self):
-        """-> feed(ids, final=False): one id or several -> the text they complete. The first bytes of a character are held
-        back until its last one comes; feed(final=True) at the end lets out what is left, as U+FFFD.
+        """-> feed(ids, final=False): one id or several -> the text they complete. The first bytes of a character are
+        held back until its last one comes; feed(final=True) at the end lets out what is left, as U+FFFD.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda ids=(), final=False: decoder.decode(self._bytes(ids), final)
@@ -210,7 +210,7 @@ class Tokenizer:
 
 
 def make_tokenizer(kind, text):
-    """The tokenizer of this kind; `text` gives char its vocabulary (pass the whole text, validation part too, as nanoGPT).
+    """The tokenizer of this kind; text gives char its vocabulary (pass all of it, validation part too, as nanoGPT).
     Raises UserError for an unknown kind, a text without characters, and a gpt2 vocabulary that cannot be had.
     """
     if kind not in KINDS:
@@ -234,12 +234,13 @@ def tokenizer_from_state(state):
 
 def _gpt2_tokens():
     tiktoken = _tiktoken()
-    _say("tokenizer: asking tiktoken for GPT-2's vocabulary, a download of 1.5 MB unless it is cached (Ctrl-C to give up)")
+    # tiktoken sets no timeout: behind a firewall that drops packets this can take minutes, hence the line before it
+    _say("tokenizer: asking tiktoken for GPT-2's vocabulary, a 1.5 MB download unless cached (Ctrl-C to give up)")
     try:
         bpe = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:              # requests' errors are OSErrors; ValueError is a wrong hash
-        raise UserError(f"cannot have GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder where "
-                        f"tiktoken has cached it, or use --tokenizer byte") from None
+        raise UserError(f"cannot have GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder "
+                        f"where tiktoken has cached it, or use --tokenizer byte") from None
     return [bpe.decode_single_token_bytes(i) for i in range(bpe.n_vocab)]
 
 
@@ -254,7 +255,7 @@ def _tiktoken():
 def _utf8(text):
     try:
         return text.encode("utf-8")
-    except UnicodeEncodeError as error:                 # half a surrogate pair, as from a command line in another encoding
+    except UnicodeEncodeError as error:                 # half a surrogate, as from a command line in another encoding
         raise UserError(f"character {error.start} of the text, {text[error.start]!r}, is not Unicode text; "
                         f"give the text as UTF-8") from None
 
@@ -269,15 +270,15 @@ def split(ids, seq_len=1):
     cut = n * 9 // 10
     if n - cut < seq_len + 1:
         longest = max(n - cut - 1, 0)
-        raise UserError(f"the text is too short: it has {n} tokens, but --seq-len {seq_len} needs {10 * seq_len + 1}, for a "
-                        f"tenth of them is kept for validation; give a longer text"
+        raise UserError(f"the text is too short: it has {n} tokens, but --seq-len {seq_len} needs {10 * seq_len + 1}, "
+                        f"for a tenth of them is kept for validation; give a longer text"
                         + (f", or --seq-len {longest} at most" if longest else ""))
     return ids[:cut], ids[cut:]
 
 
 def batch(ids, seed, step, batch_size, seq_len):
-    """ids (N,) -> x, y (B, T) int64, where y is x one token later. A pure function of (seed, step): windows start anywhere,
-    with repetition, and nothing else is consumed or remembered. Raises UserError when N < T + 1.
+    """ids (N,) -> x, y (B, T) int64, where y is x one token later. A pure function of (seed, step): windows start
+    anywhere, with repetition, and no state is used or changed. Raises UserError when N < T + 1.
     """
     ids = torch.as_tensor(ids)
     if len(ids) < seq_len + 1:
@@ -291,7 +292,8 @@ def batch(ids, seed, step, batch_size, seq_len):
 
 def windows(ids, seq_len, batch_size):
     """Yield x, y (<= B, T) int64 that cover ids once: every token but the first is a target exactly once, N - 1 in all.
-    Windows do not overlap; what is left over, shorter than T, comes last as a batch of one. Weight a mean loss by y.numel().
+    Windows do not overlap; what is left over, shorter than T, comes last as a batch of one. Weight means by y.numel().
+    Raises UserError when N < 2.
     """
     ids = torch.as_tensor(ids).long()
     if len(ids) < 2:
@@ -316,14 +318,15 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
         tokens     5    6    3    9    4   10    0    0    5    0    0    0    3    0
         targets -100 -100 -100 -100 -100 -100 -100 -100    6 -100 -100 -100    9 -100
 
-    -> tokens, targets (batch, seq_len) int64 on the CPU. Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1; within a row
-    keys are distinct and so are values; 0 fills the rest; targets are -100 where no answer is asked. A query stands an even
-    number 2g of places after the last pair, with probability as (g+1)^-0.99 (zoology's power_a = 0.01).
-    Chance is 2/vocab, 1/n_pairs for who guesses among the values seen. Raises UserError for sizes that do not fit.
+    -> tokens, targets (batch, seq_len) int64 on the CPU. Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1, each
+    at most once in a row; 0 fills the rest; targets are -100 where no answer is asked. The queries stand 0, 2, 4, .. 2g
+    places behind the last pair, drawn by weights (g+1)^-0.99 (zoology's power_a = 0.01; its random filler is left out,
+    as in its own experiments). A guess among the values seen is right once in n_pairs.
+    Raises UserError for sizes that do not fit.
     """
     n_keys = vocab // 2 - 1
     if not (batch >= 1 and 1 <= n_queries <= n_pairs <= n_keys and 2 * (n_pairs + n_queries) <= seq_len):
-        raise UserError(f"mqar needs 1 <= n_queries <= n_pairs <= vocab/2 - 1 and 2 (n_pairs + n_queries) <= seq_len, not "
+        raise UserError(f"mqar needs 1 <= n_queries <= n_pairs <= vocab/2 - 1, 2 (n_pairs + n_queries) <= seq_len, not "
                         f"n_pairs {n_pairs}, n_queries {n_queries}, vocab {vocab}, seq_len {seq_len}, batch {batch}")
 
     def draw(n, weights):

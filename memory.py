@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 MEMORIES = ("linear", "mlp", "gated")
 LOSSES = ("l2", "dot", "huber", "lp")
+EPS = 1e-6                                                    # of the norm
 LP = 3                                                        # MIRAS' Moneta: |y - v|_p^p with p = 3
 
 
@@ -36,17 +37,19 @@ def shapes(kind, e, f, d):
     return {"linear": [(e, d)], "mlp": [(e, f), (f, d)], "gated": [(e, f), (e, f), (f, d)]}[kind]
 
 
-def apply(kind, read, x, r):
+def apply(kind, read, x, r, norm=False):
     """M(x), where `read(i, rows)` multiplies rows by the i-th weight matrix - whatever that matrix is at each row.
 
     x (..., T, E), residual r (..., T, D) -> (..., T, D). With `read = lambda i, a: a @ W[i]` all rows see the same W; the chunk
-    form of omega.py reads row t at W_t without ever forming W_t.
+    form of omega.py reads row t at W_t without ever forming W_t. `norm` puts a layer norm before the residual  (choice 11).
     """
     if kind == "linear":
         return read(0, x)
     if kind == "mlp":
-        return r + read(1, F.gelu(read(0, x)))                                   # Eq 42
-    return r + read(2, F.gelu(read(0, x)) * read(1, x))                          # Eq 43
+        f = read(1, F.gelu(read(0, x)))                                          # Eq 42
+    else:
+        f = read(2, F.gelu(read(0, x)) * read(1, x))                             # Eq 43
+    return r + (F.rms_norm(f, f.shape[-1:], eps=EPS) if norm else f)
 
 
 def loss(kind, y, v):
@@ -70,7 +73,7 @@ def error(kind, y, v):
     return e if kind == "l2" else e.abs().pow(LP - 1) * e.sign()
 
 
-def gradients(kind, loss_kind, W, x, r, v):
+def gradients(kind, loss_kind, W, x, r, v, norm=False):
     """The gradient of every token's loss at fixed weights W, as one rank-one pair a matrix: dl/dW[i] = a^T d.
 
     x (..., n, E), r and v (..., n, D) -> list over matrices of (a (..., n, in), d (..., n, out)): the rows that enter the matrix
@@ -81,13 +84,23 @@ def gradients(kind, loss_kind, W, x, r, v):
     z = x @ W[0]
     h = F.gelu(z)
     if kind == "mlp":
-        e = error(loss_kind, r + h @ W[1], v)
+        e = output_error(loss_kind, h @ W[1], r, v, norm)
         return [(x, gelu_backward(e @ W[1].mT, z)), (h, e)]
     g = x @ W[1]
     a = h * g
-    e = error(loss_kind, r + a @ W[2], v)
+    e = output_error(loss_kind, a @ W[2], r, v, norm)
     da = e @ W[2].mT
     return [(x, gelu_backward(da * g, z)), (x, da * h), (a, e)]
+
+
+def output_error(loss_kind, f, r, v, norm):
+    """dl/df for an output r + f, or r + norm(f): through the norm the error loses its part along f and shrinks as f grows."""
+    if not norm:
+        return error(loss_kind, r + f, v)
+    scale = (f.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    n = f * scale
+    e = error(loss_kind, r + n, v)
+    return scale * (e - n * (n * e).mean(-1, keepdim=True))
 
 
 def gelu_backward(d, z):

@@ -7,7 +7,7 @@ There are two loops. The outer loop (train.py) learns every nn.Parameter here, M
 inner loop (omega.py) runs inside forward: it starts from M0 at the beginning of every sequence, changes only the fast weights
 W of that sequence, and never touches a parameter. What it has learned by token t is in the `state` that forward returns.
 """
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memory import LOSSES, MEMORIES, shapes
+import memory
 import omega
 from muon import COEFFICIENTS
 from poly import FEATURES, Features
@@ -33,9 +34,14 @@ class Config:
     n_layer: int = opt(4, "blocks")
     n_head: int = opt(8, "heads; each has its own memory")
     n_embd: int = opt(128, "width of the residual stream")
+    head_dim: int = opt(0, "width of a head; 0 takes n_embd / n_head")
     mixer: str = opt("memory", "what mixes tokens", choices=("memory", "attention"))
+    wiring: str = opt("lmm", "memory alone, or with attention after Titans: gate, layer, context", choices=WIRINGS)
+    memory_branch: bool = opt(True, "--no-memory-branch leaves the attention of mag, mal, mac alone: what does the memory bring?")
+    persistent: int = opt(4, "learned tokens before the sequence, in mag, mal and mac")
     memory: str = opt("mlp", "the memory: a matrix, Eq 42, or Eq 43", choices=MEMORIES)
     expansion: int = opt(4, "hidden width of the memory, in head dims")
+    memory_norm: bool = opt(False, "a layer norm inside the memory, before its residual")
     loss: str = opt("l2", "inner loss (attentional bias)", choices=LOSSES)
     window: int = opt(8, "tokens the Omega rule looks back on (the paper's c); 1 is Titans")
     chunk: int = opt(64, "tokens that share one gradient point (the paper's b)")
@@ -45,12 +51,13 @@ class Config:
     ns_steps: int = opt(5, "Newton-Schulz iterations")
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", choices=tuple(COEFFICIENTS))
     features: str = opt("monomial", "feature map phi of keys and queries", choices=FEATURES)
-    degree: int = opt(2, "polynomial degree of phi (the paper's p); 1 with --features none is no map at all")
+    degree: int = opt(2, "polynomial degree of phi (the paper's p)")
+    sketch_dim: int = opt(64, "features of the sketch of degree 2, for --features sketch")
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
     gate: str = opt("token", "gamma: a learned weight for each token of the window, or all equal", choices=("token", "uniform"))
     max_step: float = opt(1.0, "upper bound of the inner step size eta")
-    attn_window: int = opt(0, "sliding window of attention in tokens; 0 is full attention")
+    attn_window: int = opt(64, "sliding window of attention in tokens, the segment of mac; 0 is full attention")
     mlp_hidden: int = opt(0, "hidden width of the SwiGLU; 0 takes 8/3 of n_embd")
     dropout: float = opt(0.0, "dropout on what each block adds to the residual stream")
     tie: bool = opt(True, "share the embedding with the output layer")
@@ -63,27 +70,41 @@ class Config:
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
                 raise ValueError(f"--{f.name.replace('_', '-')} must be one of {', '.join(choices)}, not {getattr(self, f.name)!r}")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}")
-        if self.degree < 1 or self.degree > 1 and self.features == "none":
-            self.degree = 1
-
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
+        if not self.head_dim:
+            if self.n_embd % self.n_head:
+                raise ValueError(f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}, or give --head-dim")
+            self.head_dim = self.n_embd // self.n_head
+        for name in ("persistent", "attn_window", "mlp_hidden", "degree", "sketch_dim"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+        if self.wiring != "lmm" and not self.attn_window:
+            raise ValueError(f"--wiring {self.wiring} needs an --attn-window of at least 1")
+        if self.muon and self.features == "exp":
+            raise ValueError("--features exp has no finite weights for Newton-Schulz; add --no-muon")
 
     def rule(self):
         every = min(self.muon_every, self.chunk) if self.muon else 0
-        return omega.Rule(self.memory, self.loss, self.window, self.chunk, every, self.ns_steps, self.ns_coefficients)
+        return omega.Rule(self.memory, self.loss, self.window, self.chunk, every, self.ns_steps, self.ns_coefficients,
+                          norm=self.memory_norm)
 
 
-# Differences from Config's defaults, as in Table 1 of the paper.
+# Table 1 of the paper as differences from Config's defaults. What a row does not name is as in `atlas`.
+_simple = dict(momentum=False, muon=False)
 PRESETS = {
-    "transformer": dict(mixer="attention"),
-    "linear":      dict(memory="linear", loss="dot", window=1, momentum=False, muon=False, features="none", keep=False),
-    "titans":      dict(memory="mlp",    loss="l2",  window=1, momentum=True,  muon=False, features="none"),
-    "omeganet":    dict(memory="mlp",    loss="l2",  window=8, momentum=False, muon=False, features="monomial"),
-    "atlas":       dict(memory="mlp",    loss="l2",  window=8, momentum=True,  muon=True,  features="monomial"),
+    "transformer":     dict(mixer="attention", attn_window=0),
+    "swa":             dict(mixer="attention"),
+    #                       memory           loss        window    phi                   alpha       algorithm
+    "linear":          dict(memory="linear", loss="dot", window=1, features="none",      keep=False, **_simple),     # Eq 45
+    "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none",      keep=False, **_simple),     # Eq 47
+    "titans":          dict(memory="mlp",    loss="l2",  window=1, features="none",      muon=False),                # Eq 12, 13
+    "dla":             dict(memory="mlp",    loss="dot", window=1, features="monomial",  **_simple),                 # Eq 19
+    "swla":            dict(memory="linear", loss="dot", window=8, features="none",      **_simple),                 # Eq 20
+    "deeptransformer": dict(memory="mlp",    loss="dot", window=1, features="exp",       keep=False, **_simple),     # Eq 25
+    "swdt":            dict(memory="mlp",    loss="dot", window=8, features="exp",       keep=False, **_simple),     # Table 1
+    "dot":             dict(memory="mlp",    loss="l2",  window=8, features="exp",       keep=False, **_simple),     # Eq 27
+    "omeganet":        dict(memory="mlp",    loss="l2",  window=8, features="monomial",  **_simple),                 # Eq 10
+    "atlas":           dict(memory="mlp",    loss="l2",  window=8, features="monomial"),                             # Eq 32, 33
+    "atlas++":         dict(memory="gated",  loss="l2",  window=8, features="monomial"),                             # Eq 43
 }
 
 SIZES = {
@@ -113,7 +134,7 @@ def at_least_float32(x):
 
 class MemoryState(NamedTuple):
     rule: omega.State                                         # the memory itself
-    conv: torch.Tensor                                        # (B, 3, 3 n_embd), the last inputs of the convolution
+    conv: torch.Tensor                                        # (B, 3, 3 H D), the last inputs of the convolution
 
 
 class Memory(nn.Module):
@@ -123,18 +144,18 @@ class Memory(nn.Module):
     def __init__(self, config):
         super().__init__()
         c, d, H = config, config.n_embd, config.n_head
-        self.config = c
-        self.qkv = nn.Linear(d, 3 * d, bias=False)
-        self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * d)) if c.conv else None
+        self.config, inner = c, H * c.head_dim
+        self.qkv = nn.Linear(d, 3 * inner, bias=False)
+        self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
         self.n_gates = [1, 1, int(c.momentum), c.window if c.gate == "token" else 0]               # keep, step, momentum, gate
         self.gates = nn.Linear(d, H * sum(self.n_gates))
-        self.phi = Features(c.features, c.head_dim, c.degree)
+        self.phi = Features(c.features, c.head_dim, c.degree, c.sketch_dim)
         hidden = c.expansion * c.head_dim
         self.M0 = nn.ParameterList(
             nn.Parameter(torch.zeros(H, *s)) for s in shapes(c.memory, self.phi.out_dim, hidden, c.head_dim))
         self.norm = Norm(H, 1, c.head_dim)
-        self.out_gate = nn.Linear(d, d, bias=False)
-        self.out = nn.Linear(d, d, bias=False)
+        self.out_gate = nn.Linear(d, inner, bias=False)
+        self.out = nn.Linear(inner, d, bias=False)
 
     def init(self):
         """Starting values beyond those of LM.init."""
@@ -175,19 +196,34 @@ class Memory(nn.Module):
             y = torch.addcmul(y, x[:, j: j + T], self.conv[j])
         return y, x[:, T:]
 
+    def start(self, x):
+        """The state before the first token, for a batch of len(x) sequences."""
+        inner = omega.start(self.config.rule(), self.phi, list(self.M0), len(x), momentum=self.config.momentum)
+        return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, self.qkv.out_features))
+
     def forward(self, x, state=None):
         """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState."""
-        c, rule = self.config, self.config.rule()
-        if state is None:
-            state = MemoryState(omega.start(rule, self.phi, list(self.M0), len(x), momentum=c.momentum),
-                                x.new_zeros(len(x), self.conv_width - 1, 3 * c.n_embd))
+        state = state or self.start(x)
         qkv, tail = self.short_conv(self.qkv(x), state.conv)
         q, k, v = (at_least_float32(self.heads(a)) for a in F.silu(qkv).chunk(3, -1))
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
         with torch.autocast(x.device.type, enabled=False):    # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
-            y, inner = omega.omega(rule, self.phi, q, k, v, self.make_gates(x), state.rule)
+            y, inner = omega.omega(self.config.rule(), self.phi, q, k, v, self.make_gates(x), state.rule)
+        return self.finish(x, y), MemoryState(inner, tail)
+
+    def finish(self, x, y):
+        """Norm of each head, output gate, projection: y (B, H, T, D) -> (B, T, n_embd)."""
         y = self.norm(y).transpose(1, 2).flatten(2).to(x.dtype)
-        return self.out(y * F.silu(self.out_gate(x))), MemoryState(inner, tail)
+        return self.out(y * F.silu(self.out_gate(x)))
+
+    def retrieve(self, x, W, keys=None):
+        """M*(q), Titans Eq 21: what the fast weights W recall for x, without writing: (B, T, n_embd) -> (B, T, n_embd)."""
+        q = F.normalize(at_least_float32(self.heads(F.silu(self.qkv(x).chunk(3, -1)[0]))), dim=-1)
+        with torch.autocast(x.device.type, enabled=False):
+            rows = self.phi(q) if keys is None else omega.kernel_rows(q, keys)
+            rule = self.config.rule()
+            y = memory.apply(rule.memory, lambda i, a: a @ W[i], rows, q, rule.norm)
+        return self.finish(x, y)
 
 
 class AttentionState(NamedTuple):
@@ -207,35 +243,173 @@ def rope(x, pos):
 
 
 class Attention(nn.Module):
-    """Causal softmax attention, full or with a sliding window: RoPE, normalised queries and keys. The baseline."""
+    """Causal softmax attention, full or with a sliding window: RoPE, normalised queries and keys. The baseline.
+
+    The window counts the token itself. `prefix` tokens are seen by every token, however far behind, and have no position.
+    """
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        inner = config.n_head * config.head_dim
+        self.qkv = nn.Linear(config.n_embd, 3 * inner, bias=False)
         self.q_norm, self.k_norm = Norm(config.head_dim), Norm(config.head_dim)
-        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.out = nn.Linear(inner, config.n_embd, bias=False)
 
     def init(self):
         pass
 
-    def forward(self, x, state=None):
-        """(B, T, n_embd), AttentionState or None -> (B, T, n_embd), AttentionState."""
+    def project(self, x):
+        return (a.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for a in self.qkv(x).chunk(3, -1))
+
+    def forward(self, x, state=None, prefix=None):
+        """(B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState."""
         T, w = x.shape[1], self.config.attn_window
-        q, k, v = (a.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for a in self.qkv(x).chunk(3, -1))
+        q, k, v = self.project(x)
         pos = state.pos if state else 0
         q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)
         if state:
             k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
-        mask = None
-        if k.shape[2] > T or 0 < w < T:
-            i = torch.arange(T, device=x.device)[:, None] + k.shape[2] - T
-            j = torch.arange(k.shape[2], device=x.device)
-            mask = (j <= i) & (j > i - w) if w else j <= i
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        pk = pv = None
+        if prefix is not None:
+            _, pk, pv = (a.expand(len(x), -1, -1, -1) for a in self.project(prefix[None]))
+            pk = self.k_norm(pk)
+        y = attend(q, k, v, w, pk, pv)
         first = max(0, k.shape[2] - w + 1) if w else 0
-        state = AttentionState(k[:, :, first:], v[:, :, first:], pos + T)
-        return self.out(y.transpose(1, 2).flatten(2)), state
+        return self.out(y.transpose(1, 2).flatten(2)), AttentionState(k[:, :, first:], v[:, :, first:], pos + T)
+
+
+def attend(q, k, v, window, pk=None, pv=None):
+    """Attention of the last T positions (B, H, T, D) to k, v (B, H, n >= T, D), each to its last `window` (0: all), and to pk, pv."""
+    T, n, w = q.shape[2], k.shape[2], window
+    if n == T and pk is None and (w == 0 or w >= T):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    if w and n > 4 * w:                                       # block by block, each with the w - 1 keys before it: linear in T
+        blocks, pad = -(-T // w), -T % w
+        q = F.pad(q, (0, 0, 0, pad)).unflatten(2, (blocks, w)).transpose(1, 2).flatten(0, 1)      # (B blocks, H, w, D)
+        front = w - 1 - (n - T)
+        k, v = (F.pad(a, (0, 0, front, pad)).unfold(2, 2 * w - 1, w).permute(0, 2, 1, 4, 3).flatten(0, 1) for a in (k, v))
+        empty = torch.arange(blocks, device=q.device) * w     # keys of block b that lie before the sequence: front - b w
+        first = (front - empty).clamp_min(0).repeat(len(q) // blocks)
+    else:
+        blocks, first = 1, None
+    i = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]
+    j = torch.arange(k.shape[2], device=q.device)
+    mask = (j <= i) & (j > i - w) if w else j <= i
+    if first is not None:
+        mask = mask & (j >= first[:, None, None, None])
+    if pk is not None:
+        k, v = (torch.cat([p.repeat_interleave(blocks, 0), a], 2) for p, a in ((pk, k), (pv, v)))
+        mask = F.pad(mask, (pk.shape[2], 0), value=True)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return y if first is None else y.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+
+
+class WiringState(NamedTuple):
+    memory: MemoryState | None
+    attention: AttentionState | None                          # of mac: the segment in progress
+    frozen: tuple                                             # of mac: the fast weights at the start of the segment
+
+
+class Wiring(nn.Module):
+    """Memory and attention together, with persistent tokens p, after Titans (section 4). M(..) learns as it reads.
+
+        mag   y = SWA*(p | x),  o = norm(y) * sigmoid(norm(M(p | x)))                                   Titans Eq 26 - 28
+        mal   o = SWA(norm(M(p | x)))                                                                   Titans Eq 29 - 31
+        mac   h = M*(x) at the segment's start,  y = Attn(p | h | x),  o = norm(y) * sigmoid(norm(M(y)))  Eq 21 - 25
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, d = config, config.n_embd
+        self.attention = Attention(config)
+        self.memory = Memory(config) if config.memory_branch else None
+        self.persistent = nn.Parameter(torch.zeros(config.persistent, d)) if config.persistent else None
+        self.y_norm = Norm(d) if config.wiring != "mal" else None
+        self.m_norm = Norm(d) if config.memory_branch else None
+
+    def init(self):
+        if self.memory:
+            self.memory.init()
+        if self.persistent is not None:
+            nn.init.normal_(self.persistent)
+
+    def forward(self, x, state=None):
+        """(B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState."""
+        return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()))
+
+    def remember(self, x, state):
+        """M(p | x): the persistent tokens come first, once."""
+        n = 0
+        if state.memory is None and self.persistent is not None:
+            n = len(self.persistent)
+            x = torch.cat([self.persistent.to(x.dtype).expand(len(x), -1, -1), x], 1)
+        m, memory_state = self.memory(x, state.memory)
+        return m, state._replace(memory=memory_state), n
+
+    def gated(self, y, m):
+        y = self.y_norm(y)
+        return y if m is None else y * self.m_norm(m).sigmoid()                                  # choice 13
+
+    def mag(self, x, state):
+        y, attention = self.attention(x, state.attention, self.persistent)
+        m = None
+        if self.memory:
+            m, state, n = self.remember(x, state)
+            m = m[:, n:]
+        return self.gated(y, m), state._replace(attention=attention)
+
+    def mal(self, x, state):
+        n = 0
+        if self.memory:
+            x, state, n = self.remember(x, state)
+            x = self.m_norm(x)
+        y, attention = self.attention(x, state.attention, None if self.memory else self.persistent)
+        return y[:, n:], state._replace(attention=attention)
+
+    def mac(self, x, state):
+        """Segment by segment (they do not overlap): read with the memory as it was, attend, then write what was attended to."""
+        outs, t = [], 0
+        while t < x.shape[1]:
+            into = state.attention.pos if state.attention else 0
+            n = min(x.shape[1] - t, self.config.attn_window - into)
+            o, state = self.segment(x[:, t: t + n], state)
+            if into + n == self.config.attn_window:
+                state = state._replace(attention=None, frozen=())
+            outs.append(o)
+            t += n
+        return torch.cat(outs, 1), state
+
+    def segment(self, x, state):
+        """A segment, or a part of one: token i sees p, and the h_j and x_j of its segment with j <= i - never a later one."""
+        a, T = self.attention, x.shape[1]
+        pos = state.attention.pos if state.attention else 0
+        context = [x]
+        if self.memory:
+            if state.memory is None:
+                state = state._replace(memory=self.memory.start(x))
+            if not state.frozen:
+                state = state._replace(frozen=(state.memory.rule.W, state.memory.rule.keys))
+            context.insert(0, self.memory.retrieve(x, *state.frozen))                            # Eq 21
+        q = rope(a.q_norm(next(a.project(x))), pos)
+        ks, vs = zip(*[(rope(a.k_norm(k), pos), v) for _, k, v in map(a.project, context)])
+        ks, vs = (torch.stack(s, 2) for s in (ks, vs))                                           # (B, H, 1 or 2, T, D)
+        if state.attention:
+            ks, vs = torch.cat([state.attention.k, ks], 3), torch.cat([state.attention.v, vs], 3)
+        n = ks.shape[3]
+        k, v = ks.flatten(2, 3), vs.flatten(2, 3)
+        mask = torch.ones(T, n, dtype=torch.bool, device=x.device).tril(n - T).repeat(1, len(context))
+        if self.persistent is not None:
+            _, pk, pv = (z.expand(len(x), -1, -1, -1) for z in a.project(self.persistent[None]))
+            k, v = torch.cat([a.k_norm(pk), k], 2), torch.cat([pv, v], 2)
+            mask = F.pad(mask, (pk.shape[2], 0), value=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)                              # Eq 22, 23
+        y = a.out(y.transpose(1, 2).flatten(2))
+        m = None
+        if self.memory:
+            m, memory_state = self.memory(y, state.memory)                                       # Eq 24: write y, then read it
+            state = state._replace(memory=memory_state)
+        return self.gated(y, m), state._replace(attention=AttentionState(ks, vs, pos + T))        # Eq 25
 
 
 class SwiGLU(nn.Module):
@@ -256,7 +430,8 @@ class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.norm1, self.norm2 = Norm(config.n_embd), Norm(config.n_embd)
-        self.mixer = Attention(config) if config.mixer == "attention" else Memory(config)
+        mixer = Attention if config.mixer == "attention" else Memory if config.wiring == "lmm" else Wiring
+        self.mixer = mixer(config)
         self.mlp = SwiGLU(config)
         self.dropout = nn.Dropout(config.dropout)
 

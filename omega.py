@@ -14,8 +14,8 @@ uses it for m tokens; m = 1 is the paper (Eq 40).
 `omega_ref` is this text, token by token, with gradients by autograd. `omega` is the same function as a handful of matrix
 products a chunk: at a fixed anchor a token's gradient is x^T d, so
 
-    W_t = keepprod_t W_0 - u_t S_0 - sum_i P[t, i] x_i^T d_i        P = A diag(step) Theta Gate,  u = A diag(step) momprod
-    r_t W_t = keepprod * (R W_0) - u * (R S_0) - (P o (R X^T)) D    for all rows r_t at once: attention with P for a softmax
+    W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i        P = -A diag(step) Theta Gate,  u = -A diag(step) momprod
+    r_t W_t = keepprod * (R W_0) + u * (R S_0) + (P o (R X^T)) D    for all rows r_t at once: attention with P for a softmax
 
 with A[t, n] = prod keep_{n+1..t} and Theta[t, n] = prod momentum_{n+1..t}. No per-token weight is formed. With Newton-Schulz
 the S_t at the start of each m-token block is formed, and r_t W_t is two products with that block's weights.
@@ -40,6 +40,7 @@ class Rule(NamedTuple):
     ns_steps: int = 5
     ns_coefficients: str = "muon"
     straight_through: bool = False
+    norm: bool = False                                        # a layer norm inside the memory, for mlp and gated
 
     def ns(self, S):
         return newton_schulz(S, self.ns_steps, self.ns_coefficients, self.straight_through)
@@ -88,7 +89,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             return sum(w * memory.loss(rule.loss, M(W, ks[j]), vs[j]) for w, j in zip(weights, i))
 
         def M(W, k):
-            return memory.apply(rule.memory, lambda i, rows: rows @ W[i], phi(k), k)
+            return memory.apply(rule.memory, lambda i, rows: rows @ W[i], phi(k), k, rule.norm)
 
         ks, vs, ys = torch.cat([ks, k]), torch.cat([vs, v]), []
         for t in range(q.shape[0]):
@@ -121,16 +122,19 @@ class Mixing(NamedTuple):
     keepprod: torch.Tensor                                    # (..., c, 1)  keep_1 .. keep_t
     momprod: torch.Tensor | None                              # (..., c, 1)  momentum_1 .. momentum_t
     A: torch.Tensor                                           # (..., c, c)  prod keep_{n+1..t}
-    AS: torch.Tensor                                          # (..., c, c)  A diag(step)
+    AS: torch.Tensor                                          # (..., c, c)  -A diag(step)
     G: torch.Tensor                                           # (..., c, n)  Theta Gate: S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
+    P: torch.Tensor | None = None                             # (..., c, n)  AS G                      } without Newton-Schulz
+    u: torch.Tensor | None = None                             # (..., c, 1)  AS momprod, with momentum }
+    scores: torch.Tensor | None = None                        # (..., c, n)  P o (phi(q) phi(k)^T)     }
 
 
 def decay(factors):
     """(..., c) -> prod factors_{1..t} (..., c, 1) and the lower triangle of prod factors_{n+1..t} (..., c, c)."""
     logs = factors.clamp_min(torch.finfo(factors.dtype).tiny).log().cumsum(-1)
-    span = logs[..., :, None] - logs[..., None, :]
-    above = torch.ones_like(span[(0,) * (span.dim() - 2)], dtype=torch.bool).triu(1)
-    return logs.exp()[..., None], span.masked_fill(above, -torch.inf).exp()      # masked before exp: no 0 * inf in backward
+    c = factors.shape[-1]
+    above = torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1)         # masked before exp, not after:
+    return logs.exp()[..., None], (logs[..., :, None] - logs[..., None, :] + above).exp()         # no 0 * inf in backward
 
 
 def band(gate):
@@ -139,14 +143,23 @@ def band(gate):
     return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
-def mixing(gates):
-    """Mixing of chunks whose gates are (..., c) and (..., c, window), any leading dimensions."""
+def mixing(rule, gates, inner):
+    """Mixing of chunks whose gates are (..., c) and (..., c, window); inner (..., c, n) is phi(q) phi(k)^T."""
     keepprod, A = decay(gates.keep)
+    AS = A * -gates.step[..., None, :]
     momprod, G = None, band(gates.gate)
     if gates.momentum is not None:
         momprod, Theta = decay(gates.momentum)
         G = Theta @ G                                         # Eq 39
-    return Mixing(keepprod, momprod, A, A * gates.step[..., None, :], G)
+    if rule.muon_every:
+        return Mixing(keepprod, momprod, A, AS, G)
+    P = AS @ G
+    return Mixing(keepprod, momprod, A, AS, G, P, None if momprod is None else AS @ momprod, P * inner)
+
+
+def add_product(z, a, b):
+    """z + a b for (B, H, ..) matrices, in one pass."""
+    return torch.baddbmm(z.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, z.shape[:2])
 
 
 def omega(rule, phi, q, k, v, gates, state):
@@ -158,30 +171,22 @@ def omega(rule, phi, q, k, v, gates, state):
         gates = gates._replace(gate=gates.gate * (i >= missing))
     ks, vs = (torch.cat([F.pad(a, (0, 0, missing, 0)), b], 2) for a, b in ((state.k, k), (state.v, v)))
     state = state._replace(k=ks[:, :, max(T, missing):], v=vs[:, :, max(T, missing):])
-    xq, xk, xw = phi(q), phi(ks), None
+    write_xk = None
     if phi.kind == "exp":
-        state, xq, xk, xw = write_keys(rule, state, q, k, ks)
+        state, xq, xk, write_xk = write_keys(rule, state, q, k, ks)
 
     ys, t = [], 0
     for length, count in cuts(T, state.pos, rule.chunk):      # the rest of a chunk in progress; whole chunks; a chunk begun
         now, seen = slice(t, t + length * count), slice(t, t + length * count + w - 1)
         fold = lambda a: a[:, :, now].unflatten(2, (count, length))                               # (B, H, N, C, ..)
         look = lambda a: a[:, :, seen].unfold(2, length + w - 1, length).transpose(-1, -2)        # (B, H, N, n, ..)
-        mix = mixing(Gates(*(g if g is None else fold(g) for g in gates)))
-        scores = phi.inner(fold(q), look(ks))                                                     # (B, H, N, C, n)
-        P, u, PS = None, None, None
-        if not rule.muon_every:
-            P = mix.AS @ mix.G
-            PS = P * scores
-            u = mix.AS @ mix.momprod if state.S else None
-        parts = [xq, q, xk, ks, vs] + ([] if xw is None else [xw])
-        parts = [(fold if i < 2 else look)(a).unbind(2) for i, a in enumerate(parts)]
-        mixes = [None if a is None else a.unbind(2) for a in (*mix, P, u, PS)]
-        for j in range(count):
-            tokens = [p[j] for p in parts]
-            m = [None if a is None else a[j] for a in mixes]
-            step_chunk = muon_chunk if rule.muon_every else linear_chunk
-            y, state = step_chunk(rule, state, tokens, m)
+        cq, ck, cv = fold(q), look(ks), look(vs)
+        parts = [cq, phi(cq), ck, phi(ck), cv] if phi.kind != "exp" else [cq, fold(xq), ck, look(xk), cv, look(write_xk)]
+        mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), phi.inner(cq, ck))
+        parts, mix = ([a if a is None else a.unbind(2) for a in group] for group in (parts, mix))
+        step_chunk = muon_chunk if rule.muon_every else linear_chunk
+        for j in range(count):                                # the only loop: chunk after chunk
+            y, state = step_chunk(rule, state, [p[j] for p in parts], Mixing(*(m if m is None else m[j] for m in mix)))
             ys.append(y)
         t = now.stop
     return torch.cat(ys, 2), state
@@ -202,31 +207,34 @@ def advance(rule, state, W, S, O, length):
 
 def linear_chunk(rule, state, tokens, mix):
     """One chunk (or a part of one) without Newton-Schulz: y (B, H, c, D), and the state after it."""
-    xq, q, xk, k, v, *xw = tokens
-    keepprod, momprod, _, _, G, P, u, PS = mix
-    pairs = memory.gradients(rule.memory, rule.loss, state.anchor, xk, k, v)     # every token's x_i and d_i at the anchor
+    q, xq, k, xk, v, *write_xk = tokens
+    pairs = memory.gradients(rule.memory, rule.loss, state.anchor, xk, k, v, rule.norm)     # every token's x_i and d_i at the anchor
 
     def read(i, rows):                                                           # r_t W_t for all t
         a, d = pairs[i]
-        z = keepprod * (rows @ state.W[i]) - (PS if a is xk else P * (rows @ a.mT)) @ d
-        return z - u * (rows @ state.S[i]) if state.S else z
+        z = mix.keepprod * (rows @ state.W[i])
+        if state.S:
+            z = torch.addcmul(z, mix.u, rows @ state.S[i])
+        return add_product(z, mix.scores if a is xk else mix.P * (rows @ a.mT), d)
 
-    y = memory.apply(rule.memory, read, xq, q)
+    y = memory.apply(rule.memory, read, xq, q, rule.norm)
     W, S = [], []
     for i, (a, d) in enumerate(pairs):
-        a = xw[0] if xw and a is xk else a
-        if not state.S:
-            W.append(keepprod[..., -1:, :] * state.W[i] - a.mT @ (P[..., -1, :, None] * d))
-            continue
-        dW, dS = (a.mT @ torch.cat([P[..., -1, :, None] * d, G[..., -1, :, None] * d], -1)).chunk(2, -1)
-        W.append(keepprod[..., -1:, :] * state.W[i] - u[..., -1:, :] * state.S[i] - dW)
-        S.append(momprod[..., -1:, :] * state.S[i] + dS)
+        a = write_xk[0] if write_xk and a is xk else a
+        last = mix.P[..., -1, :, None] * d
+        if state.S:                                           # both sums over the chunk in one product
+            last = torch.cat([last, mix.G[..., -1, :, None] * d], -1)
+            dW, dS = (a.mT @ last).chunk(2, -1)
+            W.append(mix.keepprod[..., -1:, :] * state.W[i] + mix.u[..., -1:, :] * state.S[i] + dW)
+            S.append(mix.momprod[..., -1:, :] * state.S[i] + dS)
+        else:
+            W.append(add_product(mix.keepprod[..., -1:, :] * state.W[i], a.mT, last))
     return y, advance(rule, state, tuple(W), tuple(S), (), q.shape[2])
 
 
 def muon_chunk(rule, state, tokens, mix):
     """One chunk (or a part of one) with Newton-Schulz every `muon_every` tokens: y (B, H, c, D), and the state after it."""
-    xq, q, xk, k, v, *xw = tokens
+    q, xq, k, xk, v, *write_xk = tokens
     keepprod, momprod, A, AS, G, *_ = mix
     c, m = q.shape[2], rule.muon_every
     into = state.pos % m                                      # tokens of the first block that are already behind us
@@ -234,7 +242,7 @@ def muon_chunk(rule, state, tokens, mix):
     first = [max(0, j * m - into) for j in range(blocks)]     # where each block starts in this chunk
     fresh = first[1:] if into else first                      # a block in progress goes on with the O it has
 
-    # c_{t,j} = sum over the tokens n <= t of block j of A[t, n] step_n:   W_t = keepprod_t W_0 - sum_j c_{t,j} O_j
+    # c_{t,j} = -sum over the tokens n <= t of block j of A[t, n] step_n:   W_t = keepprod_t W_0 + sum_j c_{t,j} O_j
     split = [b - a for a, b in zip(first, first[1:] + [c])]
     coef = torch.stack([s.sum(-1) for s in AS.split(split, -1)], -1)             # (B, H, c, blocks)
     grid = lambda a: F.pad(a, (0, 0, into, blocks * m - into - c)).unflatten(2, (blocks, m))      # (B, H, blocks, m, ..)
@@ -242,8 +250,8 @@ def muon_chunk(rule, state, tokens, mix):
     own = grid(torch.cat([coef[:, :, a: a + n, j: j + 1] for j, (a, n) in enumerate(zip(first, split))], 2))
     since = grid(torch.cat([keepprod[:, :, : split[0]]] + [A[:, :, e + 1: e + 1 + n, e: e + 1] for e, n in zip(ends, split[1:])], 2))
 
-    pairs = memory.gradients(rule.memory, rule.loss, state.anchor, xk, k, v)
-    writers = [xw[0] if xw and a is xk else a for a, _ in pairs]
+    pairs = memory.gradients(rule.memory, rule.loss, state.anchor, xk, k, v, rule.norm)
+    writers = [write_xk[0] if write_xk and a is xk else a for a, _ in pairs]
     Os, Ws = [], []
     for i, (_, d) in enumerate(pairs):
         O = [state.O[i][:, :, None]] if into else []
@@ -256,18 +264,18 @@ def muon_chunk(rule, state, tokens, mix):
         Os.append(O)
         W = state.W[i][:, :, None]                            # W at the start of each block
         if ends:
-            past = keepprod[:, :, ends, :, None] * W - torch.einsum("bhtj,bhjef->bhtef", coef[:, :, ends], O)
+            past = keepprod[:, :, ends, :, None] * W + torch.einsum("bhtj,bhjef->bhtef", coef[:, :, ends], O)
             W = torch.cat([W, past], 2)
         Ws.append(W)
 
     def read(i, rows):
         rows = grid(rows)
-        z = since * (rows @ Ws[i]) - own * (rows @ Os[i])
+        z = torch.addcmul(since * (rows @ Ws[i]), own, rows @ Os[i])
         return z.flatten(2, 3)[:, :, into: into + c]
 
-    y = memory.apply(rule.memory, read, xq, q)
+    y = memory.apply(rule.memory, read, xq, q, rule.norm)
     last = coef[:, :, -1, :, None, None]
-    W = tuple(keepprod[:, :, -1:] * w - (last * O).sum(2) for w, O in zip(state.W, Os))
+    W = tuple(keepprod[:, :, -1:] * w + (last * O).sum(2) for w, O in zip(state.W, Os))
     S = tuple(momprod[:, :, -1:] * s + a.mT @ (G[:, :, -1, :, None] * d) for s, a, (_, d) in zip(state.S, writers, pairs))
     O = tuple(o[:, :, -1] for o in Os) if (into + c) % m else ()
     return y, advance(rule, state, W, S, O, c)
@@ -283,8 +291,12 @@ def write_keys(rule, state, q, k, ks):
     firsts = 2 if rule.memory == "gated" else 1
     grow = lambda W: tuple(F.pad(w, (0, 0, 0, k.shape[2])) if i < firsts else w for i, w in enumerate(W))
     state = state._replace(W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), keys=keys)
-    reader = lambda r: torch.cat([r, (r @ keys.mT).exp()], -1)
     n = q.shape[-1] + keys.shape[2]
     hot = torch.eye(n, dtype=q.dtype, device=q.device)
     hot = F.pad(hot, (0, 0, ks.shape[2], 0))[n:]              # the last rows belong to the last keys; missing ones write nothing
-    return state, reader(q), reader(ks), hot.expand(*k.shape[:2], *hot.shape)
+    return state, kernel_rows(q, keys), kernel_rows(ks, keys), hot.expand(*k.shape[:2], *hot.shape)
+
+
+def kernel_rows(r, keys):
+    """[r, exp(r . k_1), exp(r . k_2), ..]: what multiplies the coefficients of an `exp` memory."""
+    return torch.cat([r, (r @ keys.mT).exp()], -1)

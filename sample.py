@@ -1,0 +1,119 @@
+"""sample.py - let a trained model write. Its memory goes on learning from what it reads and writes, and its state has a
+constant size, so a new token costs the same however long the text has become.
+
+    python sample.py --prompt "ROMEO:" --tokens 500
+    python sample.py --ckpt runs/a/best.pt --prompt-file letter.txt --temperature 0.7 --top-p 0.9 --num 3
+    cat letter.txt | python sample.py --prompt - --stop "THE END"
+
+The text goes to stdout as it is generated, everything else to stderr.
+"""
+import argparse
+import math
+import os
+import sys
+
+import torch
+
+from data import UserError
+from train import Parser, encode_prompt, load_checkpoint, pick_device, rebuild, write
+
+
+def at_least(kind, low, high=math.inf):
+    """An argparse type: a number in [low, high]."""
+    def convert(text):
+        value = kind(text)
+        if not low <= value <= high or value == math.inf:     # false for nan, too
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
+        return value
+    convert.__name__ = kind.__name__                          # argparse names it when the text is no number at all
+    return convert
+
+
+def parse(argv=None):
+    parser = Parser(prog="sample.py", usage="python %(prog)s [flags]", description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--prompt", default="", help="text to go on from; - reads stdin; empty starts from a newline")
+    start.add_argument("--prompt-file", metavar="FILE", help="the same from a UTF-8 file; - reads stdin")
+    add("--tokens", type=at_least(int, 0), default=500, metavar="N", help="tokens to write [500]")
+    add("--temperature", type=at_least(float, 0), default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
+    add("--top-k", type=at_least(int, 0), default=0, metavar="N", help="draw from the N likeliest tokens; 0: all [0]")
+    add("--top-p", type=at_least(float, 1e-9, 1), default=1.0, metavar="X",
+        help="draw from the fewest tokens of total probability X [1.0]")
+    add("--stop", default="", metavar="TEXT", help="end before this text appears")
+    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
+    add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
+    return parser.parse_args(argv)
+
+
+def read_prompt(args):
+    """The prompt from --prompt, --prompt-file or stdin."""
+    if args.prompt != "-" and not args.prompt_file:
+        return args.prompt
+    name = args.prompt_file or "-"
+    try:
+        if name == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        with open(name, encoding="utf-8", newline="") as f:
+            return f.read()
+    except OSError as fault:
+        raise UserError(f"cannot read the prompt {name}: {fault.strerror}") from None
+    except UnicodeDecodeError as fault:
+        raise UserError(f"the prompt {name} is not UTF-8 (byte {fault.start}); convert it first") from None
+
+
+def until(stop, pieces):
+    """The pieces of text up to the first `stop`, passed on as soon as they cannot be the beginning of one."""
+    held = ""
+    for piece in pieces:
+        held += piece
+        if stop and stop in held:
+            yield held.partition(stop)[0]
+            return
+        keep = next((n for n in range(min(len(stop) - 1, len(held)), 0, -1) if stop.startswith(held[-n:])), 0)
+        yield held[: len(held) - keep]
+        held = held[len(held) - keep:]
+    yield held
+
+
+def speak(args):
+    prompt = read_prompt(args)
+    device = pick_device(args.device)
+    ckpt = load_checkpoint(args.ckpt)
+    model, tokenizer = rebuild(ckpt)
+    model.to(device)
+    ids = encode_prompt(tokenizer, prompt)
+    print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
+    how = dict(top_k=args.top_k, top_p=args.top_p, generator=torch.Generator(device).manual_seed(args.seed),
+               temperature=args.temperature if args.temperature > 1e-4 else 0)     # below, the logits overflow
+    for i in range(args.num):
+        if i:
+            print("---------------", flush=True)
+        print(prompt, end="", flush=True)
+        for piece in until(args.stop, write(model, tokenizer, ids, args.tokens, **how)):
+            print(piece, end="", flush=True)
+        print(flush=True)
+
+
+def main(argv=None):
+    args = parse(argv)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")              # the text may hold letters that the terminal has not
+    try:
+        speak(args)
+    except UserError as fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:                                 # what was written has been flushed
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:                                     # `| head` has seen enough; no second flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

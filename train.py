@@ -1,0 +1,606 @@
+"""train.py - the outer loop: text in, checkpoints and a log out. The inner loop, which learns as it reads: omega.py.
+
+    python train.py                                      the tiny ATLAS for this machine
+    python train.py --model transformer --out base       a baseline
+    python train.py --data my.txt --window 1 --no-muon   your own text; every field of models.Config is a flag
+    python train.py --resume                             go on exactly where OUT/ckpt.pt stopped
+
+OUT/ckpt.pt is the last state, OUT/best.pt the one with the best validation loss, OUT/log.csv has one row a logged step.
+A batch is a function of (seed, step) alone and a checkpoint holds all the rest, so on a CPU (same number of threads) a
+run that was stopped and resumed ends in the same bits as one that was not.
+"""
+import argparse
+import csv
+import ctypes
+import hashlib
+import math
+import os
+import signal
+import sys
+import tempfile
+import textwrap
+import time
+import zipfile
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import count, islice
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from data import KINDS, UserError, batch, load_text, make_tokenizer, split, tokenizer_from_state, windows
+from models import LM, PRESETS, SIZES, Config, detach, opt
+
+
+# ---- settings and flags
+
+@dataclass
+class TrainConfig:
+    """Everything about a run that is not the network. Numbers are at least 0, or at least `low`."""
+    model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
+    size: str = opt("auto", "of network and run; auto: baby on CUDA, else tiny", choices=("auto", *SIZES))
+    data: str = opt("shakespeare", "shakespeare, pydoc, a text file, or a folder of text files")
+    tokenizer: str = opt("char", "what a token is", choices=KINDS)
+    out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv; a new run moves those of an earlier one to OUT/old-N")
+    resume: bool = opt(False, "go on from OUT/ckpt.pt, with its settings")
+    steps: int = opt(600, "optimizer steps", low=1)
+    stop_after: int = opt(0, "save and stop after this step, as Ctrl-C would, but with exit code 0; 0: never")
+    seed: int = opt(1337, "of weights, batches and dropout")
+    batch_size: int = opt(8, "sequences a forward pass", low=1)
+    grad_accum: int = opt(1, "forward passes a step", low=1)
+    seq_len: int = opt(256, "tokens a sequence", low=1)
+    optimizer: str = opt("adamw", "outer optimizer; muon: torch.optim.Muon for hidden matrices, AdamW for the rest",
+                         choices=("adamw", "muon"))
+    lr: float = opt(2e-3, "peak learning rate of AdamW")
+    muon_lr: float = opt(2e-2, "peak learning rate of the outer Muon")
+    beta2: float = opt(0.95, "decay of AdamW's second moment")
+    weight_decay: float = opt(0.1, "of hidden matrices; nothing else decays")
+    grad_clip: float = opt(1.0, "greatest norm of the gradient; 0: no clipping")
+    warmup: int = opt(20, "steps of linear warmup; unless given at most a tenth of --steps")
+    decay_frac: float = opt(1.0, "last fraction of the run, over which the rates fall linearly to 0")
+    eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
+    eval_windows: int = opt(64, "validation windows while training, evenly spaced; 0: all")
+    log_every: int = opt(10, "steps between log lines", low=1)
+    sample_tokens: int = opt(200, "length of the sample at the end")
+    device: str = opt("auto", "auto: cuda, else mps, else cpu", choices=("auto", "cpu", "cuda", "mps"))
+    dtype: str = opt("auto", "of autocast; auto: bfloat16 on CUDA from SM 8.0 on, else float32",
+                     choices=("auto", "float32", "bfloat16"))
+    compile: bool = opt(False, "torch.compile; on CUDA the default is on")
+    threads: int = opt(0, "CPU threads; 0: torch decides")
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, low, choices = getattr(self, f.name), f.metadata.get("low", 0), f.metadata.get("choices")
+            if isinstance(value, (int, float)) and not low <= value < math.inf:           # false for nan, too
+                raise ValueError(f"{flag(f.name)} must be at least {low} and finite, not {value}")
+            if choices and value not in choices:
+                raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
+        if self.warmup > self.steps:
+            raise ValueError(f"--warmup {self.warmup} is longer than --steps {self.steps}")
+        if self.decay_frac > 1 or self.beta2 >= 1:
+            raise ValueError(f"--decay-frac must be at most 1, --beta2 below 1, not {self.decay_frac} and {self.beta2}")
+
+
+PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)       # 0.5M tokens a step: App. E
+TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES
+    "tiny": dict(),
+    "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
+    "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
+    "340m": dict(PAPER, steps=30_000, lr=1.5e-3),
+    "760m": dict(PAPER, steps=60_000, lr=1.25e-3),
+    "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
+}
+LAUNCH = {"out", "resume", "stop_after", "device", "compile", "threads"}      # never read from a checkpoint
+FREE = LAUNCH | {"data", "eval_every", "log_every", "sample_tokens"}          # may differ on --resume (data: its name)
+
+
+class Halt(Exception):
+    """Ends a run with one line and exit code 1: not the user's mistake, and the last checkpoint is intact."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that answers a mistake with one line, not with its whole usage."""
+
+    def error(self, message):
+        self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def add_flags(group, cls, skip=()):
+    """One flag for each field of a dataclass. A flag that is not given leaves no trace, so that presets can tell."""
+    for f in fields(cls):
+        if f.name in skip:
+            continue
+        kind, choices = type(f.default), f.metadata.get("choices")
+        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(
+            type=kind, choices=choices, metavar=None if choices else {int: "N", float: "X", str: "NAME"}[kind])
+        text = f"{f.metadata['help']} [{f.default}]".replace("%", "%%")
+        group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=text, **how)
+
+
+def parse(argv=None):
+    """The flags that were given -> dict."""
+    parser = Parser(
+        prog="train.py", usage="python %(prog)s [flags]", description=__doc__, allow_abbrev=False,
+        epilog="Defaults are in []; --model changes some (PRESETS), then --size (SIZES, TRAIN_SIZES), then flags.",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=118))
+    add_flags(parser.add_argument_group("the run"), TrainConfig)
+    add_flags(parser.add_argument_group("the network"), Config, skip=("vocab_size",))      # which the tokenizer decides
+    return vars(parser.parse_args(argv))
+
+
+def settings(given, ckpt=None):
+    """-> TrainConfig, Config. Defaults < preset < size < flags; on resume the checkpoint < the FREE flags."""
+    names = {f.name for f in fields(TrainConfig)}
+    if ckpt:
+        train = {**ckpt["train"], **{n: v for n, v in given.items() if n in FREE}}
+        train = {n: v for n, v in train.items() if n not in LAUNCH or n in given}
+        config = ckpt["config"]
+    else:
+        train = {n: v for n, v in given.items() if n in names}
+        if train.get("size", "auto") == "auto":
+            train["size"] = "baby" if pick_device(train.get("device", "auto")).type == "cuda" else "tiny"
+        train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES[train["size"]], **train}
+        if "warmup" not in given:
+            train["warmup"] = min(train["warmup"], train["steps"] // 10)
+        config = {**PRESETS[train.get("model", TrainConfig.model)], **SIZES[train["size"]],
+                  **{n: v for n, v in given.items() if n not in names}}
+    try:
+        return TrainConfig(**train), Config(**config)
+    except (TypeError, ValueError) as fault:
+        raise UserError(f"{ckpt['path']} does not fit this version: {fault}" if ckpt else str(fault)) from None
+
+
+def refuse_changes(given, ckpt):
+    """--resume goes on with the checkpoint's settings; a flag that would change the run is refused, not ignored."""
+    old = {**ckpt["config"], **ckpt["train"]}
+    for name, value in given.items():
+        if name not in FREE and old.get(name) != value:
+            raise UserError(f"--resume: {flag(name)} is {old.get(name)} in {ckpt['path']}, but {value} was given; "
+                            "drop the flag, or start a new run without --resume")
+
+
+# ---- checkpoints
+
+FORMAT = 1
+KEYS = {"format", "torch", "preset", "config", "train", "tokenizer", "data", "step", "best", "seconds", "model",
+        "optimizers", "rng"}
+
+
+def save_checkpoint(path, run, model, optimizers):
+    """The whole state of a run, all or nothing: written beside the target, synced, then renamed over it."""
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise Halt(f"step {run['step']}: weights are not finite; not saved, the last checkpoint is good; lower --lr")
+    rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+    state = dict(run, format=FORMAT, torch=str(torch.__version__), rng=rng, model=model.state_dict(),
+                 optimizers=[o.state_dict() for o in optimizers])
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        with open(tmp, "wb") as f:
+            torch.save(state, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
+        raise Halt(f"cannot write {path} ({first_line(fault)}); disk full? An earlier checkpoint is intact") from None
+    finally:
+        tmp.unlink(missing_ok=True)
+
+
+def load_checkpoint(path):
+    """A checkpoint file, or the best (else the last) of a folder -> dict of plain values, CPU tensors and its "path".
+
+    Nothing in the file is run (weights_only). torch checks no sums when it loads, so zipfile does.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = next((path / name for name in ("best.pt", "ckpt.pt") if (path / name).exists()), path)
+        if path.is_dir():
+            raise UserError(f"no best.pt or ckpt.pt in the folder {path}; python train.py --out {path} makes them")
+    try:
+        with open(path, "rb") as f:
+            head = f.read(2)
+    except OSError as fault:
+        raise UserError(f"no checkpoint {path} ({fault.strerror}); python train.py makes one in --out") from None
+    if head != b"PK":                                         # torch.save writes zip archives
+        why = {b"": "is empty", b"\x80": "is a bare pickle, which can hold code: refused"}
+        raise UserError(f"{path} {why.get(head[:1], 'is not a checkpoint of train.py')}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except Exception as fault:                                # what zipfile raises depends on where the file is broken
+        broken = fault
+    if broken:
+        raise UserError(f"{path} is truncated or damaged; use another checkpoint, or train again")
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as fault:                                # the file decides what is raised
+        why = "is not a checkpoint of train.py" if "PytorchStreamReader" in str(fault) else \
+            "holds more than weights and plain values: refused, and none of it was run"
+        raise UserError(f"{path} {why}") from None
+    if not isinstance(ckpt, dict) or "format" not in ckpt:
+        raise UserError(f"{path} was not written by this program's train.py")
+    if ckpt["format"] != FORMAT or not KEYS <= set(ckpt):
+        raise UserError(f"{path} has format {ckpt['format']} and lacks {sorted(KEYS - set(ckpt)) or 'nothing'}; "
+                        f"this version reads format {FORMAT}")
+    return dict(ckpt, path=str(path))
+
+
+def rebuild(ckpt):
+    """The model and the tokenizer of a checkpoint."""
+    tokenizer = tokenizer_from_state(ckpt["tokenizer"])
+    try:
+        model = LM(Config(**ckpt["config"]))
+        model.load_state_dict(ckpt["model"])
+    except (TypeError, ValueError, AttributeError, RuntimeError) as fault:
+        raise UserError(f"{ckpt['path']} does not fit this version: {first_line(fault)}") from None
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise UserError(f"{ckpt['path']} contradicts itself: {tokenizer.vocab_size} tokens in its tokenizer, "
+                        f"{model.config.vocab_size} in its model")
+    return model, tokenizer
+
+
+def set_aside(out):
+    """A new run destroys nothing: what an earlier one left in the folder moves to OUT/old-1, OUT/old-2, ..."""
+    left = [out / name for name in ("ckpt.pt", "best.pt", "log.csv") if (out / name).exists()]
+    if left:
+        old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
+        old.mkdir()
+        for path in left:
+            os.replace(path, old / path.name)
+        say(f"an earlier run lay in {out}; it is now in {old}")
+
+
+def first_line(fault):
+    return (str(fault).strip() or type(fault).__name__).splitlines()[0]
+
+
+# ---- the machine
+
+def say(text=""):
+    print(text, flush=True)
+
+
+def pick_device(name):
+    there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    if name == "auto":
+        name = next(kind for kind in there if there[kind])
+    if not there[name]:
+        raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
+    return torch.device(name)
+
+
+def pick_dtype(name, device):
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0) else "float32"
+    return getattr(torch, name)
+
+
+def autocast(device, dtype):
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+def keep_freed_memory():
+    """Have glibc keep freed blocks: giving back each large temporary and faulting it in again is much of a CPU step."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):              # not glibc
+        return
+    mallopt(-4, 0)                                            # M_MMAP_MAX: large blocks come from the heap, too
+    mallopt(-1, 2**31 - 1)                                    # M_TRIM_THRESHOLD: and stay there
+
+
+def peak_memory(device):
+    if device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB on the GPU"
+    try:
+        from resource import RUSAGE_SELF, getrusage           # not on Windows
+    except ImportError:
+        return "unknown"
+    return f"{getrusage(RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10):,.0f} MiB"
+
+
+def compile_model(model, x, y, dtype):
+    """Compile and try it on one batch; where that fails say so once and go on without."""
+    began = time.perf_counter()
+    torch.compiler.set_stance("default")
+    (model.compile_memory if hasattr(model, "compile_memory") else model.compile)()
+    with torch.random.fork_rng([0] if x.is_cuda else []):     # the trial draws no random number of the run
+        try:
+            with autocast(x.device, dtype):
+                loss = model.loss(x, y)
+            loss.backward()
+            say(f"compiled in {time.perf_counter() - began:.0f} s")
+        except Exception as fault:
+            if not type(fault).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            torch.compiler.set_stance("force_eager")
+            print(f"warning: torch.compile failed, going on without it: {first_line(fault)}", file=sys.stderr)
+    model.zero_grad()
+
+
+class StopOnSignal:
+    """The first Ctrl-C or SIGTERM is noted, and the loop stops after its step; a second one stops at once."""
+
+    def __enter__(self):
+        self.signal = 0
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def note(self, number, frame):
+        if self.signal:
+            raise KeyboardInterrupt(number)
+        self.signal = number
+        os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")      # print is not safe in here
+
+
+# ---- training
+
+def make_optimizers(model, tc):
+    """[AdamW] or [AdamW, Muon]. Hidden matrices decay and may go to Muon; embedding, head, norms, gates, convolutions
+    and the starts of the memories (3-D: one matrix a head) do neither."""
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    hidden, rest = [], []
+    for name, p in model.named_parameters():
+        outer = name.startswith(("embed.", "head.")) or ".gates." in name
+        (hidden if id(p) in linear and not outer else rest).append(p)
+    groups = [dict(params=rest, weight_decay=0.0)]
+    if tc.optimizer == "adamw":
+        groups.append(dict(params=hidden, weight_decay=tc.weight_decay))
+    adamw = torch.optim.AdamW(groups, lr=tc.lr, betas=(0.9, tc.beta2))
+    return [adamw] if tc.optimizer == "adamw" else [
+        adamw, torch.optim.Muon(hidden, lr=tc.muon_lr, weight_decay=tc.weight_decay)]
+
+
+def lr_scale(step, tc):
+    """What the peak rates are multiplied by at `step`, from 0: linear warmup, constant, linear decay to 0."""
+    rise = (step + 1) / tc.warmup if tc.warmup else 1.0
+    fall = (tc.steps - step) / (tc.decay_frac * tc.steps) if tc.decay_frac else 1.0
+    return min(rise, 1.0, fall)
+
+
+def train_step(model, optimizers, tc, ids, step, device, dtype):
+    """One outer step -> loss, and norm of the gradient before clipping. If one is not finite, no weight has changed."""
+    x, y = batch(ids, tc.seed, step, tc.batch_size * tc.grad_accum, tc.seq_len)
+    loss = 0.0
+    for part_x, part_y in zip(x.split(tc.batch_size), y.split(tc.batch_size)):
+        with autocast(device, dtype):
+            part = model.loss(part_x.to(device), part_y.to(device)) / tc.grad_accum
+        part.backward()
+        loss += part.detach()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = torch.nn.utils.get_total_norm(grads.values())
+    loss, size = float(loss), float(norm)
+    if not (math.isfinite(loss) and math.isfinite(size)):
+        where = next((name for name, g in grads.items() if not g.isfinite().all()), "the loss")
+        raise Halt(f"step {step + 1}: loss {loss}, gradient norm {size}: not finite, first in {where}; stopped before "
+                   "the update, the last checkpoint is good; lower --lr or --muon-lr, or raise --warmup")
+    if tc.grad_clip:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), tc.grad_clip, norm)
+    for optimizer in optimizers:
+        peak = tc.muon_lr if isinstance(optimizer, torch.optim.Muon) else tc.lr
+        for group in optimizer.param_groups:
+            group["lr"] = peak * lr_scale(step, tc)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss, size
+
+
+@torch.no_grad()
+def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32):
+    """Mean loss in nats a token over a split cut into windows of seq_len, or about max_windows of them, evenly spaced.
+
+    The memory starts anew in each window; with carry=True the split is one stream and the state passes on.
+    """
+    device, was_training, state = next(model.parameters()).device, model.training, None
+    batch_size = 1 if carry else batch_size
+    n_batches = math.ceil((len(ids) - 1) / (seq_len * batch_size))
+    every = max(1, n_batches * batch_size // max_windows) if max_windows else 1
+    total, n = 0.0, 0
+    model.eval()
+    for x, y in islice(windows(ids, seq_len, batch_size), 0, None, every):
+        x, y = x.to(device), y.to(device)
+        with autocast(device, dtype):
+            logits, after = model(x, state)
+        total += F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum").item()
+        n += y.numel()
+        state = detach(after) if carry else None
+    model.train(was_training)
+    return total / n
+
+
+COLUMNS = ("step", "loss", "val", "grad_norm", "lr", "tokens_per_s", "seconds")
+
+
+def open_log(path, step):
+    """log.csv, to append a line at a time. Rows after `step`, logged by a killed run but not saved, are dropped."""
+    rows = list(csv.reader(path.read_text("utf-8").splitlines())) if path.exists() else []
+    rows = [row for row in rows if len(row) == len(COLUMNS) and row[0].isdigit() and int(row[0]) <= step]
+    tmp = path.with_name(path.name + ".tmp")
+    tmp.write_text("".join(",".join(row) + "\n" for row in [COLUMNS, *rows]))
+    os.replace(tmp, path)
+    return open(path, "a", buffering=1)
+
+
+def clock(seconds):
+    return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s"
+
+
+def train(model, optimizers, run, tc, splits, device, dtype):
+    """The loop, from run["step"] to the end, a signal or --stop-after -> None, the signal's number, or 0."""
+    out, first, earlier, began = Path(tc.out), run["step"], run["seconds"], time.perf_counter()
+    log, busy, tokens = None, 0.0, 0
+    with StopOnSignal() as stop:
+        for step in range(first + 1, tc.steps + 1):
+            tick = time.perf_counter()
+            loss, norm = train_step(model, optimizers, tc, splits[0], step - 1, device, dtype)
+            busy, tokens = busy + time.perf_counter() - tick, tokens + tc.batch_size * tc.grad_accum * tc.seq_len
+            if log is None:                                   # only now that a step has worked are older files touched
+                if first == 0:
+                    set_aside(out)
+                log = open_log(out / "log.csv", first)
+            val = None
+            if step % tc.eval_every == 0 or step == tc.steps:
+                val = evaluate(model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
+            elapsed = time.perf_counter() - began
+            run.update(step=step, seconds=earlier + elapsed)
+            if val is not None or step % tc.log_every == 0 or step == 1:
+                row = step, f"{loss:.6f}", "" if val is None else f"{val:.6f}", f"{norm:.4f}", \
+                    f"{tc.lr * lr_scale(step - 1, tc):.3g}", f"{tokens / busy:.0f}", f"{run['seconds']:.1f}"
+                log.write(",".join(map(str, row)) + "\n")
+                eta = clock((tc.steps - step) * elapsed / (step - first))
+                say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  val {row[2][:6] or '-':6s}  grad norm {norm:.2f}  "
+                    f"lr {float(row[4]):.2e}  {tokens / busy:,.0f} tokens/s  eta {eta}")
+                busy, tokens = 0.0, 0
+            if val is not None and val < run["best"]:         # never true of nan
+                run["best"] = val
+                save_checkpoint(out / "best.pt", run, model, optimizers)
+            stopping = stop.signal or step == tc.stop_after < tc.steps
+            if val is not None or stopping:
+                save_checkpoint(out / "ckpt.pt", run, model, optimizers)
+            if stopping:
+                say(f"stopped after step {step}; to go on: python train.py --resume --out {tc.out}")
+                return stop.signal
+
+
+def finish(model, run, tc, splits, tokenizer, device, dtype):
+    """What the best weights make of the whole validation split, memory reset at each window and carried; a sample."""
+    ckpt = load_checkpoint(tc.out)
+    model.load_state_dict(ckpt["model"])
+    val, nats = splits[1], {}
+    bytes_a_token = tokenizer.bytes_in(val[1:]) / (len(val) - 1)
+    say(f"\nbest step {ckpt['step']} on the whole validation split, {len(val):,} tokens in windows of {tc.seq_len}:")
+    for carry, name in ((False, "memory reset at each window"), (True, "one stream, memory carried")):
+        nats[carry] = evaluate(model, val, tc.seq_len, tc.batch_size, carry=carry, dtype=dtype)
+        bits = nats[carry] / math.log(2)
+        say(f"  {name:27s}  {nats[carry]:.4f} nats/token  {bits:.4f} bits/token  {bits / bytes_a_token:.4f} bits/byte")
+    how = dict(temperature=0.8, generator=torch.Generator(device).manual_seed(tc.seed))
+    say("\n" + "".join(write(model, tokenizer, encode_prompt(tokenizer, ""), tc.sample_tokens, **how)) + "\n")
+    say(f"peak memory {peak_memory(device)}")
+    say(f"done: {tc.model} on {run['data']['used']}, best validation loss {nats[False]:.4f} nats/token, "
+        f"{nats[False] / math.log(2):.4f} bits/token (whole split), {clock(run['seconds'])}")
+
+
+def encode_prompt(tokenizer, prompt):
+    """The ids to start from; for an empty prompt those of a newline, or id 0 where the vocabulary has none."""
+    try:
+        return tokenizer.encode(prompt or "\n")
+    except UserError:
+        if prompt:
+            raise
+        return [0]
+
+
+def write(model, tokenizer, ids, n, **how):
+    """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate."""
+    feed = tokenizer.stream()
+    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
+    for token in model.eval().generate(tokens, n, **how):
+        yield feed(token)
+    yield feed(final=True)
+
+
+# ---- main
+
+def prepare_data(tc, ckpt=None):
+    """-> tokenizer, (training ids, validation ids), what text it was: on resume, the one that the run began with."""
+    text, used = load_text(tc.data)
+    sha = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    if ckpt and sha != ckpt["data"]["sha256"]:
+        was = ckpt["data"]
+        raise UserError(f"--resume: data is {was['used']} (sha256 {was['sha256'][:12]}) in {ckpt['path']}, but now "
+                        f"{used} ({sha[:12]}); give the same text with --data")
+    tokenizer = tokenizer_from_state(ckpt["tokenizer"]) if ckpt else make_tokenizer(tc.tokenizer, text)
+    return tokenizer, split(tokenizer.encode(text), tc.seq_len), dict(used=used, sha256=sha)
+
+
+def probe(out):
+    """Fail now, not at the first checkpoint, if nothing can be written there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as fault:
+        raise UserError(f"cannot write to --out {out} ({fault.strerror}); choose another folder") from None
+
+
+def describe(tc, model, device, dtype, tokenizer, splits, used):
+    chip = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    for title, values in (("run", asdict(tc)), ("network", asdict(model.config))):
+        text = ", ".join(f"{name} {value}" for name, value in values.items())
+        say(textwrap.fill(text, 118, initial_indent=f"{title:8s} ", subsequent_indent=" " * 9))
+    how = "compiled" if tc.compile else "not compiled"
+    say(f"device   {device.type} ({chip}), {str(dtype)[6:]}, {how}, torch {torch.__version__}")
+    say(f"data     {used}: {len(splits[0]):,} tokens to train, {len(splits[1]):,} to validate, {tokenizer.kind} "
+        f"vocabulary of {tokenizer.vocab_size:,}")
+    say(f"model    {tc.model}, {tc.size}: {model.num_params():,} parameters")
+
+
+def launch(given):
+    """A run, from its flags to its last line -> exit code."""
+    ckpt = load_checkpoint(Path(given.get("out", TrainConfig.out)) / "ckpt.pt") if given.get("resume") else None
+    if ckpt:
+        refuse_changes(given, ckpt)
+    tc, config = settings(given, ckpt)
+    if ckpt and ckpt["step"] >= (tc.stop_after or tc.steps):
+        say(f"nothing to do: {ckpt['step']} of {tc.steps} steps in {tc.out} are done, best validation loss "
+            f"{ckpt['best']:.4f}")
+        return 0
+    device = pick_device(tc.device)
+    dtype = pick_dtype(tc.dtype, device)
+    tc.compile = given.get("compile", device.type == "cuda")
+    if tc.threads:
+        torch.set_num_threads(tc.threads)
+    probe(Path(tc.out))
+    tokenizer, splits, data = prepare_data(tc, ckpt)
+    torch.manual_seed(tc.seed)
+    model = (rebuild(ckpt)[0] if ckpt else LM(replace(config, vocab_size=tokenizer.vocab_size))).to(device).train()
+    run = {key: ckpt[key] for key in ("step", "best", "seconds")} if ckpt else dict(step=0, best=math.inf, seconds=0.0)
+    run.update(preset=tc.model, config=asdict(model.config), train=asdict(tc), tokenizer=tokenizer.state(), data=data)
+    describe(tc, model, device, dtype, tokenizer, splits, data["used"])
+    optimizers = make_optimizers(model, tc)
+    if ckpt:
+        for optimizer, state in zip(optimizers, ckpt["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        torch.set_rng_state(ckpt["rng"]["cpu"])
+        if device.type == "cuda" and ckpt["rng"]["cuda"] is not None:
+            torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
+        say(f"resuming after step {run['step']}")
+    if tc.compile:
+        x, y = batch(splits[0], tc.seed, 0, tc.batch_size, tc.seq_len)
+        compile_model(model, x.to(device), y.to(device), dtype)
+    stopped = train(model, optimizers, run, tc, splits, device, dtype)
+    if stopped is None:
+        finish(model, run, tc, splits, tokenizer, device, dtype)
+    return 128 + stopped if stopped else 0
+
+
+def main(argv=None):
+    given = parse(argv)
+    keep_freed_memory()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")              # a sample may hold letters that the terminal has not
+    try:
+        return launch(given)
+    except UserError as fault:
+        code, message = 2, fault
+    except (Halt, OSError) as fault:
+        code, message = 1, fault
+    except KeyboardInterrupt as fault:
+        code, message = 128 + (fault.args or (signal.SIGINT,))[0], "stopped at once; the last checkpoint is intact"
+    except (MemoryError, RuntimeError) as fault:
+        if not isinstance(fault, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(fault):
+            raise
+        code, message = 1, "out of memory; lower --batch-size (and raise --grad-accum), --seq-len or --chunk"
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
