@@ -54,9 +54,11 @@ class Config:
     degree: int = opt(2, "polynomial degree of phi (the paper's p)")
     sketch_dim: int = opt(64, "features of the sketch of degree 2, for --features sketch")
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
+    forget: str = opt("start", "what is forgotten: all that was written since M0, or (zero, as printed) M0 too",
+                      choices=("start", "zero"))
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
     gate: str = opt("token", "gamma: a learned weight for each token of the window, or all equal", choices=("token", "uniform"))
-    max_step: float = opt(1.0, "upper bound of the inner step size eta")
+    max_step: float = opt(1.0, "upper bound of the inner step sizes eta of a whole chunk together")
     attn_window: int = opt(64, "sliding window of attention in tokens, the segment of mac; 0 is full attention")
     mlp_hidden: int = opt(0, "hidden width of the SwiGLU; 0 takes 8/3 of n_embd")
     dropout: float = opt(0.0, "dropout on what each block adds to the residual stream")
@@ -85,7 +87,7 @@ class Config:
     def rule(self):
         every = min(self.muon_every, self.chunk) if self.muon else 0
         return omega.Rule(self.memory, self.loss, self.window, self.chunk, every, self.ns_steps, self.ns_coefficients,
-                          norm=self.memory_norm)
+                          forget=self.forget, norm=self.memory_norm)
 
 
 # Table 1 of the paper as differences from Config's defaults. What a row does not name is as in `atlas`.
@@ -168,8 +170,8 @@ class Memory(nn.Module):
                 nn.init.normal_(W, std=W.shape[2 if W.shape[1] == self.phi.out_dim else 1] ** -0.5)
         nn.init.zeros_(self.gates.weight)
         nn.init.normal_(self.gates.weight, std=0.02)
-        bias = [torch.linspace(2, 6, H)[:, None],             # keep 0.88 .. 0.998: heads remember for different spans
-                torch.full((H, 1), -3.0), torch.zeros(H, self.n_gates[2]), torch.zeros(H, self.n_gates[3])]
+        bias = [torch.linspace(1, 6, H)[:, None],             # keep 0.73 .. 0.998: heads remember for different spans
+                torch.full((H, 1), -1.0), torch.zeros(H, self.n_gates[2]), torch.zeros(H, self.n_gates[3])]
         self.gates.bias.data = torch.cat(bias, 1).flatten()
 
     def heads(self, x):
@@ -179,7 +181,7 @@ class Memory(nn.Module):
         """keep, step, momentum (B, H, T) and gate (B, H, T, window), in float32, each a function of its token."""
         c = self.config
         keep, step, momentum, gate = self.heads(at_least_float32(self.gates(x))).split(self.n_gates, -1)
-        keep, step = keep.sigmoid().squeeze(-1), c.max_step * step.sigmoid().squeeze(-1)           # choice 4: eta outside of NS
+        keep, step = keep.sigmoid().squeeze(-1), c.max_step / c.chunk * step.sigmoid().squeeze(-1)
         gate = gate.sigmoid() if c.gate == "token" else gate.new_ones(*keep.shape, c.window)
         return omega.Gates(keep if c.keep else torch.ones_like(keep), step,
                            momentum.sigmoid().squeeze(-1) if c.momentum else None,
@@ -389,7 +391,7 @@ class Wiring(nn.Module):
             if state.memory is None:
                 state = state._replace(memory=self.memory.start(x))
             if not state.frozen:
-                state = state._replace(frozen=(state.memory.rule.W, state.memory.rule.keys))
+                state = state._replace(frozen=(omega.total(state.memory.rule), state.memory.rule.keys))
             context.insert(0, self.memory.retrieve(x, *state.frozen))                            # Eq 21
         q = rope(a.q_norm(next(a.project(x))), pos)
         ks, vs = zip(*[(rope(a.k_norm(k), pos), v) for _, k, v in map(a.project, context)])
@@ -484,6 +486,12 @@ class LM(nn.Module):
         """Mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count."""
         logits, _ = self(tokens)
         return F.cross_entropy(at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=-100)
+
+    def compile_memory(self, **options):
+        """Regional torch.compile: the chunk step of the memory, for the whole process, and each SwiGLU. Eager is the CPU's default."""
+        omega.compile_chunks(**options)
+        for block in self.blocks:
+            block.mlp.compile(**options)
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())

@@ -30,22 +30,28 @@ def newton_schulz(S, steps=5, coefficients="muon", straight_through=False):
 
 
 def _iterate(X, steps, abc):
+    """a X + b (X X^T) X + c (X X^T)^2 X, `steps` times, for X (..., m, n)."""
     if X.shape[-2] > X.shape[-1]:                                        # X X^T on the short side
         return _iterate(X.mT, steps, abc).mT
     a, b, c = abc
-    if X.shape[-1] < 2 * X.shape[-2] or steps < 3:
+    lead, X = X.shape[:-2], X.reshape(-1, *X.shape[-2:])
+    if X.shape[-1] < 2 * X.shape[-2]:
         for _ in range(steps):
             A = X @ X.mT
-            X = a * X + (b * A + c * A @ A) @ X
-        return X
-    # Much wider than tall: iterate on the small Gram matrix. Each step is X <- Q X with Q = a I + b G + c G^2 symmetric and
-    # commuting with G, so G <- Q G Q and the product R of all Q is applied to X once, at the end.
-    G = X @ X.mT
-    eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-    R = None
+            H = torch.baddbmm(A, A, A, beta=b, alpha=c)                  # b A + c A^2
+            X = torch.baddbmm(X, H, X, beta=a)
+        return X.view(*lead, *X.shape[1:])
+    # Much wider than tall: iterate on the small Gram matrix G = X X^T. A step multiplies X by a I + H, symmetric and commuting
+    # with G, so G <- (a I + H) G (a I + H), and the product R of all steps meets X once, at the end.
+    G, R = X @ X.mT, None
     for i in range(steps):
-        Q = a * eye + b * G + c * G @ G
-        R = Q if R is None else Q @ R
+        H = torch.baddbmm(G, G, G, beta=b, alpha=c)
+        if R is None:
+            R = H + a * torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+        else:
+            R = torch.baddbmm(R, H, R, beta=a)
         if i + 1 < steps:
-            G = Q @ G @ Q
-    return R @ X
+            G = torch.baddbmm(G, H, G, beta=a)
+            G = torch.baddbmm(G, G, H, beta=a)
+    X = R @ X
+    return X.view(*lead, *X.shape[1:])

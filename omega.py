@@ -40,6 +40,7 @@ class Rule(NamedTuple):
     ns_steps: int = 5
     ns_coefficients: str = "muon"
     straight_through: bool = False
+    forget: str = "zero"                                      # what keep < 1 leads back to: zero as printed, or M0 ("start")  (choice 21)
     norm: bool = False                                        # a layer norm inside the memory, for mlp and gated
 
     def ns(self, S):
@@ -56,7 +57,8 @@ class Gates(NamedTuple):
 
 class State(NamedTuple):
     """All that the rule carries from token t to t + 1, the same size for every t (but for `exp` features, which keep all keys)."""
-    W: tuple                                                  # W_t, matrices (B, H, in, out)
+    M0: tuple                                                 # matrices (H, in, out) that W is counted from; () for zero
+    W: tuple                                                  # W_t (less M0), matrices (B, H, in, out)
     S: tuple                                                  # S_t, or () without momentum
     anchor: tuple                                             # W at the last chunk boundary
     O: tuple                                                  # NS of the block in progress, or () between blocks
@@ -69,9 +71,16 @@ class State(NamedTuple):
 def start(rule, phi, M0, batch, S0=None, momentum=True):
     """The state before the first token: W = M0 for every sequence, S = 0 (choice 10). M0: matrices (H, in, out)."""
     W = tuple(w.expand(batch, *w.shape) for w in M0)
+    base = tuple(M0) if rule.forget == "start" else ()
+    W = tuple(torch.zeros_like(w) for w in W) if base else W
     S = () if not momentum else S0 or tuple(torch.zeros_like(w) for w in W)
     none = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
-    return State(W, S, W, (), none, none, none if phi.kind == "exp" else None, 0)
+    return State(base, W, S, W, (), none, none, none if phi.kind == "exp" else None, 0)
+
+
+def total(state):
+    """The weights the memory computes with now."""
+    return tuple(a + b for a, b in zip(state.M0, state.W)) if state.M0 else state.W
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -84,11 +93,12 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     """
     pos, n = state.pos, state.k.shape[2]
 
-    def one(W, S, anchor, O, ks, vs, q, k, v, keep, step, momentum, gate):       # one sequence, one head
+    def one(M0, W, S, anchor, O, ks, vs, q, k, v, keep, step, momentum, gate):       # one sequence, one head
         def window_loss(W, i, weights):
             return sum(w * memory.loss(rule.loss, M(W, ks[j]), vs[j]) for w, j in zip(weights, i))
 
         def M(W, k):
+            W = tuple(a + b for a, b in zip(M0, W)) if M0 else W
             return memory.apply(rule.memory, lambda i, rows: rows @ W[i], phi(k), k, rule.norm)
 
         ks, vs, ys = torch.cat([ks, k]), torch.cat([vs, v]), []
@@ -107,11 +117,12 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         return torch.stack(ys), W, S if len(momentum) else (), anchor, O
 
     gates = (() if g is None else g for g in gates)
-    y, W, S, anchor, O = vmap(vmap(one))(state.W, state.S, state.anchor, state.O, state.k, state.v, q, k, v, *gates)
+    M0 = tuple(m.expand(len(q), *m.shape) for m in state.M0)
+    y, W, S, anchor, O = vmap(vmap(one))(M0, state.W, state.S, state.anchor, state.O, state.k, state.v, q, k, v, *gates)
     pos = (pos + q.shape[2]) % rule.chunk
     O = O if rule.muon_every and pos % rule.muon_every else ()
     tail = [torch.cat([a, b], 2)[:, :, max(0, n + q.shape[2] - rule.window + 1):] for a, b in ((state.k, k), (state.v, v))]
-    return y, State(W, S, anchor if pos else W, O, *tail, None, pos)
+    return y, State(state.M0, W, S, anchor if pos else W, O, *tail, None, pos)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -120,12 +131,12 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 class Mixing(NamedTuple):
     """Everything in the formulas above that depends on the gates alone, for one chunk of c tokens and n = window - 1 + c pairs."""
     keepprod: torch.Tensor                                    # (..., c, 1)  keep_1 .. keep_t
-    momprod: torch.Tensor | None                              # (..., c, 1)  momentum_1 .. momentum_t
     A: torch.Tensor                                           # (..., c, c)  prod keep_{n+1..t}
     AS: torch.Tensor                                          # (..., c, c)  -A diag(step)
-    G: torch.Tensor                                           # (..., c, n)  Theta Gate: S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
-    P: torch.Tensor | None = None                             # (..., c, n)  AS G                      } without Newton-Schulz
-    u: torch.Tensor | None = None                             # (..., c, 1)  AS momprod, with momentum }
+    momprod: torch.Tensor | None                              # (..., r, 1)  momentum_1 .. momentum_t              } for the rows t
+    G: torch.Tensor                                           # (..., r, n)  Theta Gate, S_t = momprod_t S_0 + G X^T D } in `rows`
+    P: torch.Tensor | None = None                             # (..., c, n)  AS G                      }
+    u: torch.Tensor | None = None                             # (..., c, 1)  AS momprod                } without Newton-Schulz
     scores: torch.Tensor | None = None                        # (..., c, n)  P o (phi(q) phi(k)^T)     }
 
 
@@ -143,18 +154,24 @@ def band(gate):
     return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
-def mixing(rule, gates, inner):
-    """Mixing of chunks whose gates are (..., c) and (..., c, window); inner (..., c, n) is phi(q) phi(k)^T."""
+def mixing(rule, gates, rows, inner):
+    """Mixing of chunks whose gates are (..., c) and (..., c, window).
+
+    rows: the tokens whose S_t is wanted. inner: phi(q) phi(k)^T (..., c, n), or None with Newton-Schulz, which has no use for it.
+    """
     keepprod, A = decay(gates.keep)
     AS = A * -gates.step[..., None, :]
     momprod, G = None, band(gates.gate)
     if gates.momentum is not None:
         momprod, Theta = decay(gates.momentum)
+        momprod, Theta = momprod[..., rows, :], Theta[..., rows, :]
         G = Theta @ G                                         # Eq 39
-    if rule.muon_every:
-        return Mixing(keepprod, momprod, A, AS, G)
+    else:
+        G = G[..., rows, :]
+    if inner is None:
+        return Mixing(keepprod, A, AS, momprod, G)
     P = AS @ G
-    return Mixing(keepprod, momprod, A, AS, G, P, None if momprod is None else AS @ momprod, P * inner)
+    return Mixing(keepprod, A, AS, momprod, G, P, None if momprod is None else AS @ momprod, P * inner)
 
 
 def add_product(z, a, b):
@@ -182,7 +199,12 @@ def omega(rule, phi, q, k, v, gates, state):
         look = lambda a: a[:, :, seen].unfold(2, length + w - 1, length).transpose(-1, -2)        # (B, H, N, n, ..)
         cq, ck, cv = fold(q), look(ks), look(vs)
         parts = [cq, phi(cq), ck, phi(ck), cv] if phi.kind != "exp" else [cq, fold(xq), ck, look(xk), cv, look(write_xk)]
-        mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), phi.inner(cq, ck))
+        rows, inner = slice(None), None
+        if rule.muon_every:
+            rows = block_starts(state.pos, length, rule.muon_every) + [length - 1]
+        else:
+            inner = phi.inner(cq, ck)
+        mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), rows, inner)
         parts, mix = ([a if a is None else a.unbind(2) for a in group] for group in (parts, mix))
         step_chunk = muon_chunk if rule.muon_every else linear_chunk
         for j in range(count):                                # the only loop: chunk after chunk
@@ -190,6 +212,13 @@ def omega(rule, phi, q, k, v, gates, state):
             ys.append(y)
         t = now.stop
     return torch.cat(ys, 2), state
+
+
+def compile_chunks(**options):
+    """torch.compile the loop's body once for all chunks and layers: compiling the loop itself would unroll it, and take minutes."""
+    global mixing, linear_chunk, muon_chunk
+    mixing, linear_chunk, muon_chunk = (torch.compile(getattr(f, "_torchdynamo_orig_callable", f), **options)
+                                        for f in (mixing, linear_chunk, muon_chunk))
 
 
 def cuts(T, pos, chunk):
@@ -205,14 +234,22 @@ def advance(rule, state, W, S, O, length):
     return state._replace(W=W, S=S, anchor=state.anchor if pos else W, O=O if pos else (), pos=pos)
 
 
+def block_starts(pos, length, every):
+    """The tokens of a chunk at which Newton-Schulz is refreshed, for a chunk that begins `pos` tokens into its own."""
+    return list(range(-pos % every, length, every))
+
+
 def linear_chunk(rule, state, tokens, mix):
     """One chunk (or a part of one) without Newton-Schulz: y (B, H, c, D), and the state after it."""
     q, xq, k, xk, v, *write_xk = tokens
-    pairs = memory.gradients(rule.memory, rule.loss, state.anchor, xk, k, v, rule.norm)     # every token's x_i and d_i at the anchor
+    anchor = total(state._replace(W=state.anchor))
+    pairs = memory.gradients(rule.memory, rule.loss, anchor, xk, k, v, rule.norm)                # x_i, d_i of every token
 
     def read(i, rows):                                                           # r_t W_t for all t
         a, d = pairs[i]
         z = mix.keepprod * (rows @ state.W[i])
+        if state.M0:
+            z = z + rows @ state.M0[i]
         if state.S:
             z = torch.addcmul(z, mix.u, rows @ state.S[i])
         return add_product(z, mix.scores if a is xk else mix.P * (rows @ a.mT), d)
@@ -233,52 +270,56 @@ def linear_chunk(rule, state, tokens, mix):
 
 
 def muon_chunk(rule, state, tokens, mix):
-    """One chunk (or a part of one) with Newton-Schulz every `muon_every` tokens: y (B, H, c, D), and the state after it."""
+    """One chunk (or a part of one) with Newton-Schulz every `muon_every` tokens: y (B, H, c, D), and the state after it.
+
+    The rows of mix.G are those of the block starts, then the last token.
+    """
     q, xq, k, xk, v, *write_xk = tokens
-    keepprod, momprod, A, AS, G, *_ = mix
+    keepprod, A, AS, momprod, G, *_ = mix
     c, m = q.shape[2], rule.muon_every
     into = state.pos % m                                      # tokens of the first block that are already behind us
-    blocks = -(-(into + c) // m)
-    first = [max(0, j * m - into) for j in range(blocks)]     # where each block starts in this chunk
-    fresh = first[1:] if into else first                      # a block in progress goes on with the O it has
+    fresh = block_starts(state.pos, c, m)
+    first = [0] + fresh if into else fresh                    # a block in progress goes on with the O it has
+    ends, blocks = [s - 1 for s in first[1:]], len(first)     # the last token before block 1, 2, ..
 
     # c_{t,j} = -sum over the tokens n <= t of block j of A[t, n] step_n:   W_t = keepprod_t W_0 + sum_j c_{t,j} O_j
     split = [b - a for a, b in zip(first, first[1:] + [c])]
     coef = torch.stack([s.sum(-1) for s in AS.split(split, -1)], -1)             # (B, H, c, blocks)
-    grid = lambda a: F.pad(a, (0, 0, into, blocks * m - into - c)).unflatten(2, (blocks, m))      # (B, H, blocks, m, ..)
-    ends = [s - 1 for s in first[1:]]                         # the last token before block 1, 2, ..
+    ragged = into or blocks * m > c
+    fit = lambda a: F.pad(a, (0, 0, into, blocks * m - into - c)) if ragged else a
+    grid = lambda a: fit(a).unflatten(2, (blocks, m))                            # (B, H, blocks, m, ..)
     own = grid(torch.cat([coef[:, :, a: a + n, j: j + 1] for j, (a, n) in enumerate(zip(first, split))], 2))
     since = grid(torch.cat([keepprod[:, :, : split[0]]] + [A[:, :, e + 1: e + 1 + n, e: e + 1] for e, n in zip(ends, split[1:])], 2))
 
-    pairs = memory.gradients(rule.memory, rule.loss, state.anchor, xk, k, v, rule.norm)
-    writers = [write_xk[0] if write_xk and a is xk else a for a, _ in pairs]
-    Os, Ws = [], []
-    for i, (_, d) in enumerate(pairs):
-        O = [state.O[i][:, :, None]] if into else []
-        if fresh:
-            S = writers[i].mT[:, :, None] @ (G[:, :, fresh, :, None] * d[:, :, None])             # (B, H, blocks, in, out)
-            if state.S:
-                S = S + momprod[:, :, fresh, :, None] * state.S[i][:, :, None]
-            O.append(rule.ns(S))
-        O = torch.cat(O, 2)
-        Os.append(O)
-        W = state.W[i][:, :, None]                            # W at the start of each block
+    anchor = total(state._replace(W=state.anchor))
+    pairs = memory.gradients(rule.memory, rule.loss, anchor, xk, k, v, rule.norm)
+    S, O, W = [], [], []                                      # after the chunk; of each block; of each block's start
+    for i, (a, d) in enumerate(pairs):
+        a = write_xk[0] if write_xk and a is xk else a
+        s = a.mT @ torch.cat([g * d for g in G[..., None].unbind(2)], -1)        # S at all the rows of G in one product
+        s = s.unflatten(-1, (-1, d.shape[-1])).transpose(2, 3)                   # (B, H, rows, in, out)
+        if state.S:
+            s = torch.addcmul(s, momprod[..., None], state.S[i][:, :, None])
+        S.append(s[:, :, -1])
+        O.append(rule.ns(s[:, :, :-1]) if fresh else s[:, :, :0])
+        if into:
+            O[i] = torch.cat([state.O[i][:, :, None], O[i]], 2)
+        W.append(state.W[i][:, :, None])
         if ends:
-            past = keepprod[:, :, ends, :, None] * W + torch.einsum("bhtj,bhjef->bhtef", coef[:, :, ends], O)
-            W = torch.cat([W, past], 2)
-        Ws.append(W)
+            past = keepprod[:, :, ends, :, None] * W[i] + torch.einsum("bhtj,bhjef->bhtef", coef[:, :, ends], O[i])
+            W[i] = torch.cat([W[i], past], 2)
 
     def read(i, rows):
-        rows = grid(rows)
-        z = torch.addcmul(since * (rows @ Ws[i]), own, rows @ Os[i])
-        return z.flatten(2, 3)[:, :, into: into + c]
+        z, o = (grid(rows) @ torch.cat([W[i], O[i]], -1)).chunk(2, -1)
+        z = torch.addcmul(since * z, own, o).flatten(2, 3)
+        z = z[:, :, into: into + c] if ragged else z
+        return z + rows @ state.M0[i] if state.M0 else z
 
     y = memory.apply(rule.memory, read, xq, q, rule.norm)
     last = coef[:, :, -1, :, None, None]
-    W = tuple(keepprod[:, :, -1:] * w + (last * O).sum(2) for w, O in zip(state.W, Os))
-    S = tuple(momprod[:, :, -1:] * s + a.mT @ (G[:, :, -1, :, None] * d) for s, a, (_, d) in zip(state.S, writers, pairs))
-    O = tuple(o[:, :, -1] for o in Os) if (into + c) % m else ()
-    return y, advance(rule, state, W, S, O, c)
+    end = tuple(keepprod[:, :, -1:] * w + (last * o).sum(2) for w, o in zip(state.W, O))
+    O = tuple(o[:, :, -1] for o in O) if (into + c) % m else ()
+    return y, advance(rule, state, end, tuple(S) if state.S else (), O, c)
 
 
 def write_keys(rule, state, q, k, ks):
@@ -290,7 +331,10 @@ def write_keys(rule, state, q, k, ks):
     keys = torch.cat([state.keys, k], 2)
     firsts = 2 if rule.memory == "gated" else 1
     grow = lambda W: tuple(F.pad(w, (0, 0, 0, k.shape[2])) if i < firsts else w for i, w in enumerate(W))
-    state = state._replace(W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), keys=keys)
+    state = state._replace(W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), O=grow(state.O), keys=keys)
+    if state.M0:                                              # M0 itself has no row for any key
+        full = keys.shape[2] + q.shape[-1]
+        state = state._replace(M0=tuple(F.pad(w, (0, 0, 0, full - w.shape[1])) if i < firsts else w for i, w in enumerate(state.M0)))
     n = q.shape[-1] + keys.shape[2]
     hot = torch.eye(n, dtype=q.dtype, device=q.device)
     hot = F.pad(hot, (0, 0, ks.shape[2], 0))[n:]              # the last rows belong to the last keys; missing ones write nothing

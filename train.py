@@ -15,6 +15,7 @@ import ctypes
 import hashlib
 import math
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -133,12 +134,17 @@ def parse(argv=None):
 
 
 def settings(given, ckpt=None):
-    """-> TrainConfig, Config. Defaults < preset < size < flags; on resume the checkpoint < the FREE flags."""
+    """-> TrainConfig, Config: defaults < preset < size < flags. On resume they are the checkpoint's, and a flag that
+    would change the run is refused, not ignored."""
     names = {f.name for f in fields(TrainConfig)}
     if ckpt:
-        train = {**ckpt["train"], **{n: v for n, v in given.items() if n in FREE}}
-        train = {n: v for n, v in train.items() if n not in LAUNCH or n in given}
-        config = ckpt["config"]
+        train, config = dict(ckpt["train"]), ckpt["config"]
+        for name, value in given.items():
+            old = {**train, **config}.get(name)
+            if name not in FREE and old != value:
+                raise UserError(f"--resume: {flag(name)} is {old} in {ckpt['path']}, but {value} was given; drop the "
+                                "flag, or start a new run without --resume")
+        train = {n: given.get(n, v) for n, v in train.items() if n in given or n not in LAUNCH}
     else:
         train = {n: v for n, v in given.items() if n in names}
         if train.get("size", "auto") == "auto":
@@ -154,26 +160,17 @@ def settings(given, ckpt=None):
         raise UserError(f"{ckpt['path']} does not fit this version: {fault}" if ckpt else str(fault)) from None
 
 
-def refuse_changes(given, ckpt):
-    """--resume goes on with the checkpoint's settings; a flag that would change the run is refused, not ignored."""
-    old = {**ckpt["config"], **ckpt["train"]}
-    for name, value in given.items():
-        if name not in FREE and old.get(name) != value:
-            raise UserError(f"--resume: {flag(name)} is {old.get(name)} in {ckpt['path']}, but {value} was given; "
-                            "drop the flag, or start a new run without --resume")
-
-
 # ---- checkpoints
 
 FORMAT = 1
-KEYS = {"format", "torch", "preset", "config", "train", "tokenizer", "data", "step", "best", "seconds", "model",
-        "optimizers", "rng"}
+KEYS = dict(format=int, torch=str, preset=str, config=dict, train=dict, tokenizer=dict, data=dict, step=int, best=float,
+            seconds=float, model=dict, optimizers=list, rng=dict)
 
 
 def save_checkpoint(path, run, model, optimizers):
     """The whole state of a run, all or nothing: written beside the target, synced, then renamed over it."""
     if not all(p.isfinite().all() for p in model.parameters()):
-        raise Halt(f"step {run['step']}: weights are not finite; not saved, the last checkpoint is good; lower --lr")
+        raise Halt(f"step {run['step']}: weights are not finite; not saved, so checkpoints are good; lower --lr")
     rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
     state = dict(run, format=FORMAT, torch=str(torch.__version__), rng=rng, model=model.state_dict(),
                  optimizers=[o.state_dict() for o in optimizers])
@@ -223,9 +220,10 @@ def load_checkpoint(path):
         raise UserError(f"{path} {why}") from None
     if not isinstance(ckpt, dict) or "format" not in ckpt:
         raise UserError(f"{path} was not written by this program's train.py")
-    if ckpt["format"] != FORMAT or not KEYS <= set(ckpt):
-        raise UserError(f"{path} has format {ckpt['format']} and lacks {sorted(KEYS - set(ckpt)) or 'nothing'}; "
-                        f"this version reads format {FORMAT}")
+    wrong = [key for key, kind in KEYS.items() if not isinstance(ckpt.get(key), kind)]
+    if wrong or ckpt["format"] != FORMAT:
+        raise UserError(f"{path} has format {ckpt['format']}, this version reads {FORMAT}; missing or of another kind: "
+                        f"{', '.join(wrong) or 'nothing'}")
     return dict(ckpt, path=str(path))
 
 
@@ -381,7 +379,7 @@ def train_step(model, optimizers, tc, ids, step, device, dtype):
     if not (math.isfinite(loss) and math.isfinite(size)):
         where = next((name for name, g in grads.items() if not g.isfinite().all()), "the loss")
         raise Halt(f"step {step + 1}: loss {loss}, gradient norm {size}: not finite, first in {where}; stopped before "
-                   "the update, the last checkpoint is good; lower --lr or --muon-lr, or raise --warmup")
+                   "the update, so checkpoints are good; lower --lr or --muon-lr, or raise --warmup")
     if tc.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), tc.grad_clip, norm)
     for optimizer in optimizers:
@@ -466,7 +464,7 @@ def train(model, optimizers, run, tc, splits, device, dtype):
             if val is not None or stopping:
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
             if stopping:
-                say(f"stopped after step {step}; to go on: python train.py --resume --out {tc.out}")
+                say(f"stopped after step {step}; to go on: python train.py --resume --out {shlex.quote(tc.out)}")
                 return stop.signal
 
 
@@ -545,8 +543,6 @@ def describe(tc, model, device, dtype, tokenizer, splits, used):
 def launch(given):
     """A run, from its flags to its last line -> exit code."""
     ckpt = load_checkpoint(Path(given.get("out", TrainConfig.out)) / "ckpt.pt") if given.get("resume") else None
-    if ckpt:
-        refuse_changes(given, ckpt)
     tc, config = settings(given, ckpt)
     if ckpt and ckpt["step"] >= (tc.stop_after or tc.steps):
         say(f"nothing to do: {ckpt['step']} of {tc.steps} steps in {tc.out} are done, best validation loss "

@@ -1,0 +1,638 @@
+"""bench.py - how fast, on this machine.
+
+    python bench.py                                          every part, about two minutes of one CPU thread
+    python bench.py --part layer --minutes 5 --plot          one part, with time for its longest sequences
+    python bench.py --device cuda --minutes 20 --json results/bench-h200.json
+
+    layer    one layer, projections included: tokens/s and memory over length, chunk, window, degree, muon_every
+    rule     omega() alone: FLOP/s, over those of a matrix product that takes turns with it
+    step     a whole training step of train.py, of models with equally many parameters
+    decode   ms a token and bytes of state, far into a stream
+    peers    the same work done by other people's code, where it is installed
+
+The contestants of a table take turns, round after round, so that a busy moment of the machine hits all of them. Each
+has run once before its clock starts; that first call, in which torch.compile compiles, is reported apart (first_s).
+Times are medians, +- half the distance of the quartiles. Memory is the peak of what torch's allocator has handed out
+during a forward and backward, beyond what there was before: weights and inputs do not count. The last line is JSON.
+"""
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")   # or torch's profiler talks on stderr
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import memory
+import models
+import omega
+import train
+from data import UserError
+from poly import Features
+
+HEAD, SMALL_HEAD = 64, 16                       # polynomials want small heads: 64 numbers have 2145 of degree 2
+# what one setting at a time is varied from, and what the peers can do, too: Titans' memory (and a window)
+WORK = dict(memory="mlp", loss="l2", window=8, chunk=64, momentum=True, muon=False, features="none", expansion=2)
+
+
+@dataclass
+class Bench:
+    """What every part needs to know, and the records that all of them leave."""
+    device: torch.device
+    dtype: torch.dtype
+    compile: bool
+    quick: bool
+    models: list
+    seconds: float = 0.0                        # of the part at hand
+    records: list = field(default_factory=list)
+
+    def pick(self, quick, cpu, cuda):
+        return quick if self.quick else cuda if self.device.type == "cuda" else cpu
+
+    def keep(self, part, name, times, tokens, **more):
+        """Remember a result -> '12.3K +-2%' tokens a second."""
+        speed = tokens / times["median_s"]
+        self.records.append(dict(part=part, name=name, **times, tokens_per_s=speed, **more))
+        return f"{short(speed)} +-{100 * times['spread_s'] / times['median_s']:.0f}%"
+
+
+# ---- clocks, memory, tables
+
+def clock_name(device):
+    """On one CPU thread seconds of the processor, so that what other programs take does not count; else of the wall."""
+    return "process_time" if device.type == "cpu" and torch.get_num_threads() == 1 else "perf_counter"
+
+
+def clock(run, device):
+    now = getattr(time, clock_name(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = now()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return now() - began
+
+
+def race(runs, seconds, device, must=math.inf, rounds=3):
+    """The contestants (name -> function) take turns until the seconds are over -> name -> times.
+
+    One whose memory runs out is left out, and after the first `must` those for which there is no time.
+    """
+    began, first = time.perf_counter(), {}
+    for name, run in runs.items():
+        if len(first) >= must and (1 + rounds) * (time.perf_counter() - began) > seconds:
+            break
+        try:
+            first[name] = clock(run, device)
+        except (MemoryError, RuntimeError) as fault:
+            if not isinstance(fault, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(fault):
+                raise
+            print(f"{name}: out of memory")
+    times = {name: [] for name in first}
+    while len(times) and (any(len(t) < rounds for t in times.values()) or time.perf_counter() - began < seconds):
+        for name in times:
+            times[name].append(clock(runs[name], device))
+    return {name: summary(t, first[name]) for name, t in times.items()}
+
+
+def summary(times, first):
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return dict(median_s=statistics.median(times), spread_s=(high - low) / 2, runs=len(times), first_s=first)
+
+
+def peak_bytes(run, device):
+    """The most bytes that torch's allocator has handed out at one time during run(), beyond those before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    # resident memory would not tell: freed blocks are kept (train.keep_freed_memory) and its maximum never falls
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as prof:
+        run()
+    events = (e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
+    return max(itertools.accumulate(events, initial=0))
+
+
+def table(title, head, rows):
+    print(f"\n{title}")
+    rows = [[str(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    for row in rows:
+        print("  " + "  ".join([row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:])]))
+
+
+def short(x):
+    """Three digits: 12345 -> '12.3K'."""
+    power = 0
+    while abs(x) >= 999.5 and power < 4:
+        x, power = x / 1000, power + 1
+    return f"{x:.3g}" + ("", "K", "M", "G", "T")[power]
+
+
+def MiB(n):
+    return f"{n / 2**20:,.0f}"
+
+
+# ---- layer
+
+def compiled(bench, model):
+    if bench.compile:
+        (model.compile_memory if hasattr(model, "compile_memory") else model.compile)()
+    return model
+
+
+def layer(bench, **differences):
+    """The mixer of a one-block LM, so that its weights start as they do in training."""
+    model = models.LM(models.Config(vocab_size=2, n_layer=1, **differences)).to(bench.device)
+    return compiled(bench, model).blocks[0].mixer
+
+
+def layer_runs(bench, layer, batch, T, width, name=""):
+    """-> (name, "forward"), (name, "both") -> function; of a layer with x (B, T, width) -> (y, ..) or y."""
+    x, up = (torch.randn(batch, T, width, device=bench.device) for _ in range(2))
+    inputs = [x.requires_grad_(), *layer.parameters()]
+
+    def forward():
+        with train.autocast(bench.device, bench.dtype):
+            y = layer(x)
+        return y[0] if isinstance(y, tuple) else y
+
+    def both():
+        y = forward()
+        torch.autograd.grad(y, inputs, up.to(y.dtype), allow_unused=True)       # a peer may have idle weights
+
+    return {(name, "forward"): torch.no_grad()(forward), (name, "both"): both}
+
+
+def slow(run):
+    """The same run with the token-by-token definition in the place of the chunk form."""
+    def reference():
+        fast, omega.omega = omega.omega, omega.omega_ref
+        try:
+            run()
+        finally:
+            omega.omega = fast
+    return reference
+
+
+def contestants(bench, width):
+    """name -> Config differences of every preset as one layer, the transformer first."""
+    cases = {}
+    for name in sorted(bench.models, key=lambda name: name != "transformer"):
+        config = models.Config(**models.PRESETS[name])
+        small = config.mixer == "memory" and config.features not in ("none", "exp")
+        cases[name] = {**models.PRESETS[name], "n_embd": width, "n_head": width // (SMALL_HEAD if small else HEAD),
+                       "expansion": WORK["expansion"]}
+    return cases
+
+
+def part_layer(bench):
+    batch, width = bench.pick((1, 64), (1, 256), (4, 1024))
+    lengths = bench.pick([32, 64], [256, 1024, 4096, 16384], [1024, 4096, 16384, 65536])
+    cases, over = contestants(bench, width), time.perf_counter() + 0.7 * bench.seconds
+    cells, cost, before = {}, {name: 0.0 for name in cases}, lengths[0]
+    for i, T in enumerate(lengths):
+        left, runs = (over - time.perf_counter()) / (len(lengths) - i), {}
+        for name in cost:                       # seconds to expect: a warm-up, three rounds, the measurement of memory
+            square = name == "transformer" or cases[name].get("features") == "exp"
+            cost[name] *= 6 * (T / before) ** (2 if square else 1)
+        for name in sorted(cost, key=lambda name: (name != "transformer", cost[name])):
+            if bench.quick or cost[name] < left / 2:
+                runs.update(layer_runs(bench, layer(bench, **cases[name]), batch, T, width, name))
+        times, cost, before = race(runs, left, bench.device, must=len(runs) if bench.quick else 2), {}, T
+        for name in [name for name, what in times if what == "both"]:
+            peak = peak_bytes(runs[name, "both"], bench.device)
+            more = dict(T=T, bytes=peak)
+            for what in ("forward", "both"):
+                cells[name, what, T] = bench.keep("layer", name, times[name, what], batch * T, what=what, **more)
+            cells[name, "memory", T] = MiB(peak)
+            cost[name] = times[name, "forward"]["median_s"] + times[name, "both"]["median_s"]
+    print(f"\nlayer: batch {batch}, width {width}, heads of {HEAD}, of {SMALL_HEAD} with polynomial features; "
+          "- took too long, see --minutes")
+    for what, title in (("both", "forward + backward, tokens/s"), ("forward", "forward, tokens/s"),
+                        ("memory", "extra memory, MiB")):
+        rows = [[name, *(cells.get((name, what, T), "-") for T in lengths)] for name in cases]
+        table(f"layer: {title}", ["", *(f"T {T}" for T in lengths)], rows)
+    definition(bench, width)
+    for knob in sweeps(bench, width):
+        sweep(bench, batch, width, *knob, 0.07 * bench.seconds)
+
+
+def definition(bench, width):
+    """The definition against the chunk form, on a short sequence: nothing else has the patience."""
+    T = bench.pick(8, 64, 64)
+    fast = layer_runs(bench, layer(bench, n_embd=width, n_head=width // HEAD, **WORK), 1, T, width)["", "both"]
+    times = race({"omega_ref, token by token": slow(fast), "omega, chunk-parallel": fast}, 0, bench.device)
+    table(f"layer: definition and chunk form, forward + backward (batch 1, T {T}, width {width})", ["", "tokens/s"],
+          [[name, bench.keep("layer", name, t, T, T=T, what="both")] for name, t in times.items()])
+
+
+def sweeps(bench, width):
+    """One setting at a time, all else as in WORK: (name, length, other differences, values)."""
+    long, brief = bench.pick((64, 64), (1024, 256), (4096, 1024))
+    few = slice(2) if bench.quick else slice(None)
+    polynomial = dict(n_head=width // SMALL_HEAD, features="monomial")
+    yield "chunk", long, {}, [16, 32, 64, 128, 256][few]
+    yield "window", long, {}, [1, 4, 16, 64][few]
+    yield "degree", long, polynomial, [1, 2, 3][few]
+    yield "muon_every", brief, dict(muon=True), [64, 16, 4, 1][few]
+
+
+def sweep(bench, batch, width, knob, T, differences, values, seconds):
+    runs, rows = {}, []
+    for value in values:
+        case = {**WORK, "n_embd": width, "n_head": width // HEAD, **differences, knob: value}
+        runs[value] = layer_runs(bench, layer(bench, **case), batch, T, width)["", "both"]
+    for value, t in race(runs, seconds, bench.device).items():
+        peak = peak_bytes(runs[value], bench.device)
+        cell = bench.keep("layer", f"{knob} {value}", t, batch * T, T=T, what="both", bytes=peak)
+        rows.append([value, cell, MiB(peak)])
+    table(f"layer: {knob} (forward + backward, T {T}, all else as in WORK)", [knob, "tokens/s", "extra MiB"], rows)
+
+
+# ---- rule
+
+def ns_flops(m, n, steps):
+    """Of Newton-Schulz on an m x n matrix, as muon.py does it."""
+    m, n = min(m, n), max(m, n)
+    if n < 2 * m or steps < 3:
+        return steps * (4 * m * m * n + 2 * m**3)
+    return 4 * m * m * n + steps * 2 * m**3 + (steps - 1) * 6 * m**3              # on the Gram matrix
+
+
+def rule_flops(rule, D, E, hidden, T, momentum=True):
+    """FLOPs of omega() for one head and T tokens, forward; backward takes twice that. A product and a sum are two.
+
+    Matrix products only, and dense: the triangles of P and Theta count in full, as they are computed; phi does not.
+    C tokens a chunk, n = C + window - 1 pairs; terms in the order of omega.py.
+    """
+    C, sizes = min(rule.chunk, T), memory.shapes(rule.memory, E, hidden, D)
+    n, weights, deep = C + rule.window - 1, sum(a * b for a, b in sizes), rule.memory != "linear"
+    flops = 2 * C * C * n * momentum                                             # Theta Gate
+    flops += 2 * n * weights + deep * 2 * n * hidden * D                         # errors: through the memory and back
+    if rule.muon_every:
+        blocks = -(-C // rule.muon_every)
+        flops += blocks * sum(2 * n * a * b + ns_flops(a, b, rule.ns_steps) for a, b in sizes)    # S, NS(S) of a block
+        flops += 2 * blocks * (blocks - 1) * weights                             # W of each block
+        flops += 4 * C * weights + momentum * 2 * n * weights                    # reads of W and O; the last S
+    else:
+        flops += 2 * C * C * n + 2 * C * n * D + deep * 2 * C * n * hidden       # P; R X^T of the first and last layer
+        flops += sum(2 * C * n * b for _, b in sizes)                            # (P o R X^T) D
+        flops += (1 + momentum) * (2 * C * weights + 2 * n * weights)            # reads of W and S; the last W and S
+    return flops * T / C
+
+
+def rule_run(bench, rule, batch, heads, T):
+    """-> a function that does omega() forward and backward on random tokens; a head has HEAD numbers, 2 HEAD hidden."""
+    def rand(*shape):
+        return torch.rand(batch, heads, T, *shape, device=bench.device)
+    q, k, v = (F.normalize(rand(HEAD) - 0.5, dim=-1) for _ in range(3))
+    shapes = memory.shapes(rule.memory, HEAD, 2 * HEAD, HEAD)
+    M0 = [torch.randn(heads, a, b, device=bench.device) / a**0.5 for a, b in shapes]
+    leaves = [q, k, v, 0.9 + 0.1 * rand(), 0.1 * rand(), rand(), rand(rule.window) / rule.window, *M0]
+    leaves, phi, up = [a.requires_grad_() for a in leaves], Features("none", HEAD), rand(HEAD)
+
+    def run():
+        q, k, v, *gates = leaves[:7]
+        state = omega.start(rule, phi, leaves[7:], batch)
+        torch.autograd.grad(omega.omega(rule, phi, q, k, v, omega.Gates(*gates), state)[0], leaves, up)
+    return run
+
+
+def product(bench, dtype):
+    """-> a run that multiplies two square matrices, and its FLOPs: what the machine can do."""
+    n = bench.pick(256, 1024, 8192)
+    a, b = (torch.randn(n, n, device=bench.device).to(dtype) for _ in range(2))
+    return lambda: torch.mm(a, b), 2 * n**3
+
+
+def part_rule(bench):
+    batch, heads, T = bench.pick((1, 2, 128), (1, 4, 2048), (4, 16, 4096))
+    cases = bench.pick([(64, 0), (64, 64)], *[[(16, 0), (64, 0), (128, 0), (256, 0), (64, 64), (64, 16)]] * 2)
+    rules = {f"chunk {c}, muon_every {m}" if m else f"chunk {c}": omega.Rule(window=8, chunk=c, muon_every=m)
+             for c, m in cases}
+    mm, mm_flops = product(bench, torch.float32)
+    runs = {"product": mm, **{name: rule_run(bench, rule, batch, heads, T) for name, rule in rules.items()}}
+    times = race(runs, bench.seconds, bench.device)
+    peak, rows = mm_flops / times["product"]["median_s"], []
+    for name, rule in rules.items():
+        flops = 3 * batch * heads * rule_flops(rule, HEAD, HEAD, 2 * HEAD, T)
+        rate = flops / times[name]["median_s"]
+        cell = bench.keep("rule", name, times[name], batch * T, T=T, flops=flops, flops_per_s=rate,
+                          product_flops_per_s=peak)
+        rows.append([name, cell, short(flops), short(rate), f"{100 * rate / peak:.0f}%"])
+    print(f"\nrule: float32, batch {batch}, {heads} heads of {HEAD}, T {T}, MLP memory of {2 * HEAD}, window 8; "
+          f"a large matrix product makes {short(peak)}FLOP/s")
+    table("rule: omega() alone, forward + backward", ["", "tokens/s", "FLOP", "FLOP/s", "of product"], rows)
+
+
+# ---- step
+
+def count(config):
+    with torch.device("meta"):
+        return models.LM(config).num_params()
+
+
+def widen(config, target):
+    """The same network, its SwiGLU as wide as it takes to have `target` parameters: 3 x width for each hidden unit."""
+    base = count(replace(config, mlp_hidden=1))
+    return replace(config, mlp_hidden=1 + round((target - base) / (3 * config.n_embd * config.n_layer)))
+
+
+def step_flops(config, T, device):
+    """Of forward and backward of one sequence, counted by torch; attention counts as T x T, as is the custom."""
+    model, tokens = models.LM(config).to(device), torch.zeros(1, T, dtype=torch.long, device=device)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):           # fused ones are not counted
+        model.loss(tokens, tokens).backward()
+    return counter.get_total_flops()
+
+
+def step_run(bench, config, tc, ids):
+    model = compiled(bench, models.LM(config).to(bench.device).train())
+    optimizers, step = train.make_optimizers(model, tc), itertools.count()
+    return lambda: train.train_step(model, optimizers, tc, ids, next(step), bench.device, bench.dtype)
+
+
+def part_step(bench):
+    sizes = bench.pick(["tiny"], ["tiny"], ["baby", "170m", "340m"])
+    for size in sizes:
+        step_size(bench, size, bench.seconds / len(sizes))
+
+
+def step_size(bench, size, seconds):
+    """One table: the transformer, the default model, and the other presets as time allows."""
+    main, vocab = train.TrainConfig.model, models.Config.vocab_size
+    names = sorted(bench.models, key=lambda name: (name != "transformer", name != main))
+    tc = train.settings(dict(model=main, size=size))[0]
+    tc = replace(tc, grad_accum=1, **bench.pick(dict(batch_size=1, seq_len=64), {}, {}))
+    configs = {name: models.Config(**{**models.PRESETS[name], **models.SIZES[size]}) for name in names}
+    target = max(count(config) for config in configs.values())
+    configs = {name: widen(config, target) for name, config in configs.items()}
+    ids, tokens = torch.randint(vocab, (100_000,)).numpy(), tc.batch_size * tc.seq_len
+    mm, mm_flops = product(bench, bench.dtype)
+    runs = {"product": mm, **{name: step_run(bench, config, tc, ids) for name, config in configs.items()}}
+    times = race(runs, seconds, bench.device, must=3)
+    peak, rows = mm_flops / times.pop("product")["median_s"], []
+    for name, t in times.items():
+        flops = tc.batch_size * step_flops(configs[name], tc.seq_len, bench.device)
+        n, rate = count(configs[name]), flops / t["median_s"]
+        ratio = t["median_s"] / times["transformer"]["median_s"] if "transformer" in times else math.nan
+        cell = bench.keep("step", name, t, tokens, size=size, params=n, T=tc.seq_len, flops_per_s=rate,
+                          product_flops_per_s=peak)
+        rows.append([name, short(n), f"{1e3 * t['median_s']:.0f}", cell, f"{ratio:.2f}", f"{100 * rate / peak:.0f}%",
+                     f"{t['first_s']:.1f}"])
+    table(f"step: size {size}, batch {tc.batch_size} x {tc.seq_len}; a large matrix product makes {short(peak)}FLOP/s",
+          ["", "parameters", "ms", "tokens/s", "/ transformer's ms", "of product", "first call, s"], rows)
+
+
+# ---- decode
+
+def tensors(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [t for part in state for t in tensors(part)] if isinstance(state, tuple) else []
+
+
+def filled(state, n):
+    """The state of a one-block transformer after n tokens: what the keys and values are does not change the cost."""
+    k, v = (torch.randn(*a.shape[:2], n, a.shape[3], device=a.device) for a in (state[0].k, state[0].v))
+    return (state[0]._replace(k=k, v=v, pos=n),)
+
+
+def reach(bench, model, positions, seconds):
+    """Stream random tokens in long pieces -> position -> state, for the positions that are reached in time."""
+    began, state, at, states = time.perf_counter(), None, 0, {}
+    for position in positions:
+        while at < position:
+            if at and time.perf_counter() - began > seconds:
+                return states
+            n = min(4096, position - at)
+            _, state = model(torch.randint(model.config.vocab_size, (1, n), device=bench.device), state)
+            at += n
+        states[position] = state
+    return states
+
+
+def decode_run(model, state, n):
+    one = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+
+    @torch.no_grad()
+    def run():
+        now = state                             # never written in place: every round starts from the same one
+        for _ in range(n):
+            _, now = model(one, now)
+    return run
+
+
+@torch.no_grad()
+def part_decode(bench):
+    """One block is enough: blocks are alike, their times and bytes add up."""
+    positions = bench.pick([64, 256], *[[1_000, 10_000, 100_000, 1_000_000]] * 2)
+    over, main, rows, done = time.perf_counter() + bench.seconds, train.TrainConfig.model, {}, []
+    for name in sorted(bench.models, key=lambda name: (name != "transformer", name != main)):
+        left = over - time.perf_counter()
+        if len(done) >= 2 and left < 0.05 * bench.seconds:
+            break
+        model = models.build(name, n_layer=1).to(bench.device).eval()
+        if name == "transformer":               # a cache of more than 256 MiB tells nothing new
+            begun = model(torch.zeros(1, 1, dtype=torch.long, device=bench.device))[1]
+            states = {n: filled(begun, n) for n in positions if 8 * n * model.config.n_embd <= 2**28}
+        else:
+            states = reach(bench, model, positions, 0.4 * left)
+        n = 8 if name == "transformer" else model.config.chunk       # a whole chunk: each run meets its end once
+        runs = {position: decode_run(model, state, n) for position, state in states.items()}
+        for position, t in race(runs, 0.1 * left, bench.device).items():
+            ms, size = 1e3 * t["median_s"] / n, sum(a.nbytes for a in tensors(states[position]))
+            bench.keep("decode", name, t, n, position=position, ms=ms, bytes=size)
+            rows[name, position, "ms"], rows[name, position, "bytes"] = f"{ms:.3g}", f"{size:,}"
+        done.append(name)
+    head = [(p, what) for what in ("ms", "bytes") for p in positions]
+    table("decode: one block, batch 1; ms a token and bytes of state at a position; - was not reached, see --minutes",
+          ["", *(f"{short(p)}: {what}" for p, what in head)],
+          [[name, *(rows.get((name, *h), "-") for h in head)] for name in done])
+
+
+# ---- peers
+
+def titans_pytorch(bench, width, chunk, muon):
+    """The same memory network, and gradients that move on with every chunk (batch_size), as ours do."""
+    from titans_pytorch import MemoryMLP, NeuralMemory
+    mlp = MemoryMLP(HEAD, depth=2, expansion_factor=2.0)
+    return NeuralMemory(dim=width, heads=width // HEAD, dim_head=HEAD, model=mlp, chunk_size=chunk, batch_size=chunk,
+                        momentum=True, spectral_norm_surprises=muon).to(bench.device)
+
+
+def fla_gated_delta_rule(bench, width, chunk, muon):
+    """Triton kernels; a linear memory, no window, no momentum."""
+    from fla.layers import GatedDeltaNet
+    return GatedDeltaNet(hidden_size=width, expand_v=1, head_dim=HEAD, num_heads=width // HEAD).to(bench.device)
+
+
+def atlas(bench, width, chunk, muon):
+    case = {**WORK, "chunk": chunk, "muon": muon, "muon_every": chunk}
+    return layer(bench, **case, n_embd=width, n_head=width // HEAD)
+
+
+def attention(bench, width, chunk, muon):
+    return layer(bench, mixer="attention", attn_window=0, n_embd=width, n_head=width // HEAD)
+
+
+PEERS = {titans_pytorch: "titans-pytorch", fla_gated_delta_rule: "flash-linear-attention"}        # their names on PyPI
+
+
+def part_peers(bench):
+    batch, T, width = bench.pick((1, 128, 64), (1, 2048, 256), (4, 4096, 1024))
+    settings = [(64, False), (64, True), (16, False), (16, True)][:2 if bench.quick else 4]
+    cases = [(attention, 0, False)] + [(fla_gated_delta_rule, 64, False)] * (bench.device.type == "cuda")
+    cases += [(make, *s) for s in settings for make in (atlas, titans_pytorch)]
+    runs, absent = {}, {}
+    for make, chunk, muon in cases:
+        try:
+            made = make(bench, width, chunk, muon)
+            if make in PEERS:
+                layer_runs(bench, made, batch, 128, width)["", "both"]()
+            runs[make, chunk, muon] = layer_runs(bench, made, batch, T, width)["", "both"]
+        except Exception as fault:              # other people's code must not end our run
+            if make not in PEERS:
+                raise
+            absent[make] = f"not installed; pip install {PEERS[make]}" if isinstance(fault, ImportError) else \
+                f"it failed, {type(fault).__name__}: {train.first_line(fault)}"
+    for make, why in absent.items():
+        print(f"\npeers: {PEERS[make]} skipped: {why}")
+    times, rows = race(runs, bench.seconds, bench.device, must=4), []
+    for (make, chunk, muon), t in times.items():
+        peak, rival = peak_bytes(runs[make, chunk, muon], bench.device), times.get((titans_pytorch, chunk, muon))
+        ratio = rival["median_s"] / t["median_s"] if rival else None
+        cell = bench.keep("peers", make.__name__, t, batch * T, T=T, chunk=chunk, muon=muon, bytes=peak,
+                          over_titans_pytorch=ratio)
+        setting = chunk or "-", "yes" if muon else "no"
+        rows.append([make.__name__, *setting, cell, f"{ratio:.2f}" if rival else "-", MiB(peak)])
+    print(f"\npeers: batch {batch}, T {T}, width {width}, heads of {HEAD}, MLP memory of {2 * HEAD}, momentum; "
+          "our window 8; Newton-Schulz once a chunk")
+    table("peers: one layer, forward + backward",
+          ["", "chunk", "Muon", "tokens/s", "x titans_pytorch", "extra MiB"], rows)
+
+
+# ---- pictures, and all of it
+
+PARTS = dict(layer=(part_layer, 8), rule=(part_rule, 2), step=(part_step, 4), decode=(part_decode, 3),
+             peers=(part_peers, 3))             # and their shares of the time
+PLOTS = dict(layer=("T", "tokens_per_s", "sequence length", "one layer, forward + backward: tokens/s"),
+             decode=("position", "ms", "position in the stream", "one block: ms a token"))
+
+
+def plot(records, folder):
+    try:
+        import matplotlib
+    except ImportError:
+        print("--plot: skipped, matplotlib is not installed; pip install matplotlib")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    for part, (x, y, label, title) in PLOTS.items():
+        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        rows = [r for r in records if r["part"] == part and r.get("what") != "forward"]
+        for name in dict.fromkeys(r["name"] for r in rows):
+            points = [(r[x], r[y]) for r in rows if r["name"] == name]
+            if len(points) > 1:
+                axes.loglog(*zip(*points), marker="o", label=name)
+        if axes.lines:
+            axes.set(xlabel=label, title=title)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
+            folder.mkdir(exist_ok=True)
+            figure.savefig(folder / f"bench-{part}.png", dpi=150, bbox_inches="tight")
+            print(f"wrote {folder / f'bench-{part}.png'}")
+        pyplot.close(figure)
+
+
+def machine(device):
+    """What makes the figures worth keeping."""
+    chip, info = platform.machine(), Path("/proc/cpuinfo")
+    if device.type == "cuda":
+        chip = torch.cuda.get_device_name()
+    elif info.exists():
+        chip = next((s.split(":")[1].strip() for s in info.read_text().splitlines() if "model name" in s), chip)
+    try:
+        git = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        commit = ""
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    return dict(device=chip, cpus=os.cpu_count(), threads=torch.get_num_threads(), load=load, commit=commit or None,
+                system=platform.platform(), python=platform.python_version(), torch=str(torch.__version__),
+                time=time.strftime("%Y-%m-%d %H:%M:%S%z"))
+
+
+def parse(argv):
+    parser = train.Parser(prog="bench.py", description=__doc__, allow_abbrev=False,
+                          formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--part", action="append", choices=tuple(PARTS), help="what to measure; may be given several times [all]")
+    add("--model", action="append", choices=tuple(models.PRESETS), help="of layer, step and decode, likewise [all]")
+    add("--minutes", type=float, default=2.0, metavar="X", help="about how long in all; more reaches further [2]")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="[auto: cuda if there is one]")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of autocast, as in train.py [auto]")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
+    add("--threads", type=int, default=1, metavar="N", help="CPU threads; one carries over between machines [1]")
+    add("--json", metavar="FILE", help="write the JSON there, too")
+    add("--plot", action="store_true", help="draw results/bench-*.png (needs matplotlib)")
+    add("--quick", action="store_true", help="tiny shapes: does it run at all?")
+    args = parser.parse_args(argv)
+    if args.threads < 1 or not 0 < args.minutes < math.inf:
+        parser.error("--threads must be at least 1, --minutes above 0")
+    return args
+
+
+def run(args):
+    if args.json and not Path(args.json).absolute().parent.is_dir():              # now, not after all the work
+        raise UserError(f"--json {args.json}: there is no such folder; make it first")
+    device = train.pick_device(args.device)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    compile = device.type == "cuda" if args.compile is None else args.compile
+    dtype, names = train.pick_dtype(args.dtype, device), args.model or list(models.PRESETS)
+    bench = Bench(device, dtype, compile, args.quick, names)
+    about = dict(machine(device), dtype=str(dtype)[6:], compiled=compile, clock=clock_name(device))
+    print("  ".join(f"{name} {value}" for name, value in about.items()))
+    parts = {name: PARTS[name] for name in args.part or PARTS}
+    for part, share in parts.values():
+        bench.seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
+        part(bench)
+    result = json.dumps(dict(bench="atlas", argv=sys.argv[1:], machine=about, records=bench.records))
+    if args.json:
+        Path(args.json).write_text(result + "\n")
+    if args.plot:
+        plot(bench.records, Path(__file__).parent / "results")
+    print(f"\n{result}")
+
+
+def main(argv=None):
+    args = parse(argv)
+    train.keep_freed_memory()
+    try:
+        run(args)
+    except UserError as fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

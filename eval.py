@@ -1,0 +1,255 @@
+"""eval.py - what a model can recall: of a text, of a stream without end, of pairs that it saw once.
+
+    python eval.py --ckpt out                       loss of the validation split: whole, streamed, and by position
+    python eval.py --ckpt out --stream 1000000      the same, and a million tokens: memory flat, no NaN, or exit code 1
+    python eval.py --task mqar --model atlas        train a small model to recall: its accuracy for 4, 8, 16 pairs
+    python eval.py --task mqar --model titans --window 4 --muon     any preset, any field of models.Config
+
+Loss by position tells whether more context helps: attention gets nothing from beyond its window, a memory only what it
+still holds. Multi-query associative recall (data.mqar draws it) asks for the values of keys that were shown once.
+"""
+import argparse
+import hashlib
+import math
+import sys
+import time
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+
+import torch
+import torch.nn.functional as F
+
+import data
+import models
+import train
+from data import UserError
+
+SMALL = dict(n_layer=2, n_head=4, n_embd=64)    # the network of --task mqar, where no flag says otherwise
+
+
+# ---- a checkpoint and its text
+
+@torch.no_grad()
+def position_loss(model, ids, length, batch_size, n_windows):
+    """Mean nats at each position, over about n_windows evenly spaced windows -> (length,), number of windows."""
+    device, whole = next(model.parameters()).device, (len(ids) - 1) // length
+    picked = list(islice(data.windows(ids, length, 1), 0, whole, max(1, whole // n_windows)))
+    total = torch.zeros(length, dtype=torch.float64)
+    for i in range(0, len(picked), batch_size):
+        x, y = (torch.cat(part).to(device) for part in zip(*picked[i: i + batch_size]))           # (B, length)
+        total += F.cross_entropy(model(x)[0].mT.float(), y, reduction="none").sum(0).cpu()
+    return total / len(picked), len(picked)
+
+
+def buckets(length):
+    """[0, 16), [16, 32), [32, 64), ... up to length."""
+    edges = [0, *(16 * 2**i for i in range(60) if 16 * 2**i < length), length]
+    return list(zip(edges, edges[1:]))
+
+
+def nats(loss, bytes_a_token):
+    bits = loss / math.log(2)
+    return f"{loss:.4f} nats/token  {bits:.4f} bits/token  {bits / bytes_a_token:.4f} bits/byte"
+
+
+def text_task(args):
+    """Everything there is to know about a checkpoint -> exit code."""
+    device = train.pick_device(args.device)
+    ckpt = train.load_checkpoint(args.ckpt)
+    model, tokenizer = train.rebuild(ckpt)
+    model.to(device).eval()
+    name, T = args.data or ckpt["train"]["data"], ckpt["train"]["seq_len"]
+    text, used = data.load_text(name)
+    _, val = data.split(tokenizer.encode(text), T)
+    say(f"{ckpt['path']}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
+        f"{ckpt['data']['used']} in windows of {T}")
+    same = hashlib.sha256(text.encode("utf-8")).hexdigest() == ckpt["data"]["sha256"]
+    say(f"the last tenth of {used}, {len(val):,} tokens{'' if same else '; it is not the text of the training'}")
+    bytes_a_token = tokenizer.bytes_in(val[1:]) / (len(val) - 1)
+    for carry, how in ((False, "memory reset at each window"), (True, "one stream, memory carried")):
+        loss = train.evaluate(model, val, T, args.batch_size, carry=carry)
+        say(f"  {how:27s}  {nats(loss, bytes_a_token)}")
+    length = min(args.length or 4 * T, len(val) - 1)
+    at, n = position_loss(model, val, length, args.batch_size, args.windows)
+    say(f"\nby position, mean of {n} windows of {length}; it was trained on {T}\n  tokens before   nats/token")
+    for a, b in buckets(length):
+        say(f"  {a:6d} - {b - 1:6d}   {at[a:b].mean().item():.4f}" + ("   longer than in training" if b > T else ""))
+    return stream(model, val, args.stream) if args.stream else 0
+
+
+# ---- a stream without end
+
+def resident():
+    """Bytes of memory that this process occupies now; where the system does not tell, the most that it ever has."""
+    try:
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * 4096
+    except OSError:
+        from resource import RUSAGE_SELF, getrusage
+        return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def state_bytes(state):
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    return sum(map(state_bytes, state)) if isinstance(state, tuple) else 0
+
+
+def pieces(ids, n, length=1024):
+    """At least n tokens and the one after each, over and over the same ids, in pieces x, y (1, length).
+
+    All pieces are equally long, for the size of a state depends on how far into a chunk it is.
+    """
+    ids = torch.as_tensor(ids).long()
+    for t in range(0, n, length):
+        at = torch.arange(t, t + length) % (len(ids) - 1)
+        yield ids[at][None], ids[at + 1][None]
+
+
+@torch.no_grad()
+def stream(model, ids, n):
+    """n tokens through one state -> 0, or 1 if a number is not finite or memory grows."""
+    device, state, seen, total, marks, base = next(model.parameters()).device, None, 0, 0.0, 0, None
+    say(f"\na stream of {n:,} tokens\n     tokens  nats/token  tokens/s  resident MiB  state bytes")
+    began = time.perf_counter()
+    for x, y in pieces(ids, n):
+        logits, state = model(x.to(device), state)
+        loss = F.cross_entropy(logits[0].float(), y[0].to(device), reduction="sum").item()
+        total, seen = total + loss, seen + y.numel()
+        if not math.isfinite(loss):
+            say(f"FAILED: the loss is {loss} after {seen:,} tokens")
+            return 1
+        if 10 * seen >= (marks + 1) * n:        # another tenth
+            marks, now = 10 * seen // n, (resident(), state_bytes(state))
+            base = base or now                  # by the first tenth all buffers are there
+            speed = seen / (time.perf_counter() - began)
+            say(f"  {seen:9,}  {total / seen:10.4f}  {speed:8,.0f}  {now[0] / 2**20:12,.1f}  {now[1]:11,}")
+    growth = [after / before - 1 for before, after in zip(base, now)]
+    say(f"since the first tenth: resident memory {growth[0]:+.1%}, state {growth[1]:+.1%}")
+    if max(growth) > 0.05:
+        say("FAILED: memory grows with the stream")
+    return int(max(growth) > 0.05)
+
+
+# ---- recall
+
+def mqar_batch(args, n_pairs, step, batch_size, device, test=False):
+    """A function of its arguments; no generator of training is ever one of the test."""
+    generator = torch.Generator().manual_seed(2 * (1_000_003 * args.seed + step) + test)
+    x, y = data.mqar(batch_size, n_pairs, n_pairs, args.vocab, args.seq_len, generator)
+    return x.to(device), y.to(device)
+
+
+@torch.no_grad()
+def accuracy(model, args, n_pairs, device, batches=8):
+    """The share of right answers, on sequences that were not trained on."""
+    right = asked = 0
+    for i in range(batches):
+        x, y = mqar_batch(args, n_pairs, i, args.batch_size, device, test=True)
+        right += (model(x)[0].argmax(-1) == y).sum().item()   # -100, where nothing is asked, is never right
+        asked += (y >= 0).sum().item()
+    return right / asked
+
+
+def mqar_step(model, optimizers, tc, x, y, step):
+    loss = model.loss(x, y)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip)
+    for optimizer in optimizers:
+        peak = tc.muon_lr if isinstance(optimizer, torch.optim.Muon) else tc.lr
+        for group in optimizer.param_groups:
+            group["lr"] = peak * train.lr_scale(step, tc)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def mqar_task(args):
+    """Train on all numbers of pairs in turn, print the accuracy for each -> exit code."""
+    device = train.pick_device(args.device)
+    torch.manual_seed(args.seed)
+    try:
+        model = models.build(args.model, **{**SMALL, **args.config, "vocab_size": args.vocab}).to(device)
+        tc = train.TrainConfig(steps=args.steps, warmup=args.steps // 10, lr=args.lr, optimizer=args.optimizer)
+    except ValueError as fault:
+        raise UserError(str(fault)) from None
+    say("network  " + "  ".join(f"{name} {value}" for name, value in asdict(model.config).items()))
+    say(f"{args.model}: {model.num_params():,} parameters, {args.steps} steps of {args.batch_size} x {args.seq_len}")
+    optimizers, began = train.make_optimizers(model, tc), time.perf_counter()
+    for step in range(args.steps):
+        x, y = mqar_batch(args, args.pairs[step % len(args.pairs)], step, args.batch_size, device)
+        loss = mqar_step(model, optimizers, tc, x, y, step)
+        if not math.isfinite(loss):
+            say(f"FAILED: the loss is {loss} at step {step + 1}; lower --lr")
+            return 1
+        if (step + 1) % max(1, args.steps // 10) == 0:
+            say(f"step {step + 1:5d}/{args.steps}  loss {loss:.4f}  {time.perf_counter() - began:.0f} s")
+    model.eval()
+    say("\npairs  accuracy  by guessing")
+    scores = [accuracy(model, args, n, device) for n in args.pairs]
+    for n, score in zip(args.pairs, scores):
+        say(f"{n:5d}  {score:8.3f}  {1 / n:11.3f}")
+    mean = sum(scores) / len(scores)
+    say(f"done: {args.model}, mean accuracy {mean:.3f} after {args.steps} steps, {time.perf_counter() - began:.0f} s")
+    return 0
+
+
+# ---- main
+
+def say(line):
+    print(line, flush=True)
+
+
+def parse(argv=None):
+    style = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=118)
+    parser = train.Parser(prog="eval.py", description=__doc__, allow_abbrev=False, formatter_class=style)
+    add = parser.add_argument
+    add("--task", default="text", choices=("text", "mqar"), help="[text]")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
+    add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: torch decides [0]")
+    add("--batch-size", type=int, metavar="N", help="sequences at a time [8; of mqar 32]")
+    add = parser.add_argument_group("--task text").add_argument
+    add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
+    add("--data", help="another text than the one it was trained on; its last tenth counts")
+    add("--length", type=int, default=0, metavar="N", help="longest window of the loss by position [4 x training's]")
+    add("--windows", type=int, default=32, metavar="N", help="windows of the loss by position [32]")
+    add("--stream", type=int, default=50_000, metavar="N", help="tokens of the endless stream; 0: none [50000]")
+    add = parser.add_argument_group("--task mqar").add_argument
+    add("--model", default="atlas", choices=tuple(models.PRESETS), help="[atlas]")
+    add("--pairs", type=int, nargs="+", default=[4, 8, 16], metavar="N", help="numbers of pairs [4 8 16]")
+    add("--vocab", type=int, default=64, metavar="N", help="tokens: half of them keys, half values [64]")
+    add("--seq-len", type=int, default=64, metavar="N", help="tokens a sequence [64]")
+    add("--steps", type=int, default=500, metavar="N", help="training steps [500]")
+    add("--lr", type=float, default=1e-2, metavar="X", help="peak learning rate of AdamW [0.01]")
+    add("--optimizer", default="muon", choices=("adamw", "muon"), help="outer, as in train.py [muon]")
+    add("--seed", type=int, default=1337, metavar="N", help="of weights and sequences [1337]")
+    own = set(vars(parser.parse_args([])))
+    train.add_flags(parser.add_argument_group("--task mqar: the network"), models.Config, skip=("vocab_size",))
+    args = parser.parse_args(argv)
+    args.config = {name: value for name, value in vars(args).items() if name not in own}
+    args.batch_size = args.batch_size or (32 if args.task == "mqar" else 8)
+    for name, low in dict(batch_size=1, length=0, windows=1, stream=0, threads=0, steps=1, seed=0).items():
+        if getattr(args, name) < low:
+            parser.error(f"{train.flag(name)} must be at least {low}")
+    if args.task == "text" and args.config:
+        parser.error(f"{train.flag(next(iter(args.config)))} is for --task mqar; a checkpoint brings its own network")
+    return args
+
+
+def main(argv=None):
+    args = parse(argv)
+    train.keep_freed_memory()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    try:
+        return (text_task if args.task == "text" else mqar_task)(args)
+    except UserError as fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
