@@ -32,15 +32,15 @@ class Config:
     """Everything that is needed to rebuild the network; train.py makes one flag of each field and saves it in the checkpoint."""
     vocab_size: int = opt(65, "number of tokens; set from the tokenizer")
     n_layer: int = opt(4, "blocks")
-    n_head: int = opt(8, "heads; each has its own memory")
+    n_head: int = opt(4, "heads; each has its own memory")
     n_embd: int = opt(128, "width of the residual stream")
-    head_dim: int = opt(0, "width of a head; 0 takes n_embd / n_head")
+    head_dim: int = opt(16, "width of a head; 0 takes n_embd / n_head")
     mixer: str = opt("memory", "what mixes tokens", choices=("memory", "attention"))
     wiring: str = opt("lmm", "memory alone, or with attention after Titans: gate, layer, context", choices=WIRINGS)
     memory_branch: bool = opt(True, "--no-memory-branch leaves the attention of mag, mal, mac alone: what does the memory bring?")
     persistent: int = opt(4, "learned tokens before the sequence, in mag, mal and mac")
     memory: str = opt("mlp", "the memory: a matrix, Eq 42, or Eq 43", choices=MEMORIES)
-    expansion: int = opt(4, "hidden width of the memory, in head dims")
+    expansion: int = opt(2, "hidden width of the memory, in head dims")
     memory_norm: bool = opt(False, "a layer norm inside the memory, before its residual")
     loss: str = opt("l2", "inner loss (attentional bias)", choices=LOSSES)
     window: int = opt(8, "tokens the Omega rule looks back on (the paper's c); 1 is Titans")
@@ -58,11 +58,11 @@ class Config:
                       choices=("start", "zero"))
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
     gate: str = opt("token", "gamma: a learned weight for each token of the window, or all equal", choices=("token", "uniform"))
-    max_step: float = opt(1.0, "upper bound of the inner step sizes eta of a whole chunk together")
+    max_step: float = opt(2.0, "upper bound of the inner step sizes eta of a whole chunk together")
     attn_window: int = opt(64, "sliding window of attention in tokens, the segment of mac; 0 is full attention")
     mlp_hidden: int = opt(0, "hidden width of the SwiGLU; 0 takes 8/3 of n_embd")
     dropout: float = opt(0.0, "dropout on what each block adds to the residual stream")
-    tie: bool = opt(True, "share the embedding with the output layer")
+    tie: bool = opt(False, "share the embedding with the output layer")
 
     def __post_init__(self):
         for name in ("vocab_size", "n_layer", "n_head", "n_embd", "expansion", "window", "chunk", "muon_every", "ns_steps"):
@@ -90,32 +90,35 @@ class Config:
                           forget=self.forget, norm=self.memory_norm)
 
 
-# Table 1 of the paper as differences from Config's defaults. What a row does not name is as in `atlas`.
+# Table 1 of the paper as differences from Config's defaults, which are `atlas`. A blank is as in `atlas`: polynomial phi.
 _simple = dict(momentum=False, muon=False)
 PRESETS = {
-    "transformer":     dict(mixer="attention", attn_window=0),
-    "swa":             dict(mixer="attention"),
-    #                       memory           loss        window    phi                   alpha       algorithm
-    "linear":          dict(memory="linear", loss="dot", window=1, features="none",      keep=False, **_simple),     # Eq 45
-    "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none",      keep=False, **_simple),     # Eq 47
-    "titans":          dict(memory="mlp",    loss="l2",  window=1, features="none",      muon=False),                # Eq 12, 13
-    "dla":             dict(memory="mlp",    loss="dot", window=1, features="monomial",  **_simple),                 # Eq 19
-    "swla":            dict(memory="linear", loss="dot", window=8, features="none",      **_simple),                 # Eq 20
-    "deeptransformer": dict(memory="mlp",    loss="dot", window=1, features="exp",       keep=False, **_simple),     # Eq 25
-    "swdt":            dict(memory="mlp",    loss="dot", window=8, features="exp",       keep=False, **_simple),     # Table 1
-    "dot":             dict(memory="mlp",    loss="l2",  window=8, features="exp",       keep=False, **_simple),     # Eq 27
-    "omeganet":        dict(memory="mlp",    loss="l2",  window=8, features="monomial",  **_simple),                 # Eq 10
-    "atlas":           dict(memory="mlp",    loss="l2",  window=8, features="monomial"),                             # Eq 32, 33
-    "atlas++":         dict(memory="gated",  loss="l2",  window=8, features="monomial"),                             # Eq 43
+    "transformer":     dict(mixer="attention", head_dim=0, attn_window=0),
+    "swa":             dict(mixer="attention", head_dim=0),
+    #                       memory           loss        window    phi               alpha       algorithm
+    "linear":          dict(memory="linear", loss="dot", window=1, features="none",  keep=False, **_simple),         # Eq 45
+    "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none",  keep=False, **_simple),         # Eq 47
+    "titans":          dict(memory="mlp",    loss="l2",  window=1, features="none",              muon=False),        # Eq 12, 13
+    "dla":             dict(memory="mlp",    loss="dot", window=1, memory_norm=True,             **_simple),         # Eq 19
+    "swla":            dict(memory="linear", loss="dot", window=8, features="none",              **_simple),         # Eq 20
+    "deeptransformer": dict(memory="mlp",    loss="dot", window=1, features="exp",   keep=False, memory_norm=True, **_simple),  # Eq 25
+    "swdt":            dict(memory="mlp",    loss="dot", window=8, features="exp",   keep=False, memory_norm=True, **_simple),  # Table 1
+    "dot":             dict(memory="mlp",    loss="l2",  window=8, features="exp",   keep=False, **_simple),         # Eq 27
+    "omeganet":        dict(memory="mlp",    loss="l2",  window=8,                               **_simple),         # Eq 10
+    "atlas":           dict(memory="mlp",    loss="l2",  window=8),                                                  # Eq 32, 33
+    "atlas++":         dict(memory="gated",  loss="l2",  window=8),                                                  # Eq 43
 }
 
+# Sizes, under the preset: `tiny` is Config itself; from 170m on the shapes are those of the paper's Table 7, whose head dims
+# make exact monomials too many, so phi is their sketch.
+_large = dict(head_dim=0, expansion=4, features="sketch", sketch_dim=256)
 SIZES = {
     "tiny": dict(),
-    "baby": dict(n_layer=6, n_head=12, n_embd=384),
-    "170m": dict(n_layer=12, n_head=16, n_embd=768),
-    "340m": dict(n_layer=24, n_head=16, n_embd=1024),
-    "760m": dict(n_layer=24, n_head=16, n_embd=1536),
-    "1.3b": dict(n_layer=18, n_head=8, n_embd=2048),
+    "baby": dict(n_layer=6, n_head=12, n_embd=384, dropout=0.1),
+    "170m": dict(n_layer=12, n_head=16, n_embd=768, **_large),
+    "340m": dict(n_layer=24, n_head=16, n_embd=1024, **_large),
+    "760m": dict(n_layer=24, n_head=16, n_embd=1536, **_large),
+    "1.3b": dict(n_layer=18, n_head=8, n_embd=2048, **_large),
 }
 
 
@@ -181,7 +184,7 @@ class Memory(nn.Module):
         """keep, step, momentum (B, H, T) and gate (B, H, T, window), in float32, each a function of its token."""
         c = self.config
         keep, step, momentum, gate = self.heads(at_least_float32(self.gates(x))).split(self.n_gates, -1)
-        keep, step = keep.sigmoid().squeeze(-1), c.max_step / c.chunk * step.sigmoid().squeeze(-1)
+        keep, step = keep.sigmoid().squeeze(-1), c.max_step / c.chunk * step.sigmoid().squeeze(-1)              # choice 16
         gate = gate.sigmoid() if c.gate == "token" else gate.new_ones(*keep.shape, c.window)
         return omega.Gates(keep if c.keep else torch.ones_like(keep), step,
                            momentum.sigmoid().squeeze(-1) if c.momentum else None,
@@ -208,7 +211,7 @@ class Memory(nn.Module):
         state = state or self.start(x)
         qkv, tail = self.short_conv(self.qkv(x), state.conv)
         q, k, v = (at_least_float32(self.heads(a)) for a in F.silu(qkv).chunk(3, -1))
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)                                    # choice 8
         with torch.autocast(x.device.type, enabled=False):    # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
             y, inner = omega.omega(self.config.rule(), self.phi, q, k, v, self.make_gates(x), state.rule)
         return self.finish(x, y), MemoryState(inner, tail)
@@ -269,7 +272,7 @@ class Attention(nn.Module):
         T, w = x.shape[1], self.config.attn_window
         q, k, v = self.project(x)
         pos = state.pos if state else 0
-        q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)
+        q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)                              # choice 17
         if state:
             k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
         pk = pv = None
@@ -383,7 +386,7 @@ class Wiring(nn.Module):
         return torch.cat(outs, 1), state
 
     def segment(self, x, state):
-        """A segment, or a part of one: token i sees p, and the h_j and x_j of its segment with j <= i - never a later one."""
+        """A segment, or a part of one: token i sees p, and the h_j and x_j of its segment with j <= i, no later one (choice 18)."""
         a, T = self.attention, x.shape[1]
         pos = state.attention.pos if state.attention else 0
         context = [x]
@@ -542,3 +545,34 @@ def detach(state):
         parts = [detach(s) for s in state]
         return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
     return state
+
+
+def properties(config):
+    """The five columns of the paper's Table 1: dynamic decay, deep memory, non-linear capacity, locally optimal, flexible context."""
+    c = config
+    if c.mixer == "attention":
+        return [False, False, True, True, c.attn_window > 0]
+    return [c.keep, c.memory != "linear", c.features not in ("none", "elementwise"), c.muon, c.window > 1]
+
+
+def state_bytes(state):
+    """Bytes of all tensors in a state; parameters that a state refers to (M0) do not count."""
+    if isinstance(state, torch.Tensor):
+        return 0 if isinstance(state, nn.Parameter) else state.numel() * state.element_size()
+    if isinstance(state, omega.State) and not state.pos:
+        state = state._replace(anchor=())                     # the same tensors as W
+    return sum(state_bytes(s) for s in state) if isinstance(state, tuple) else 0
+
+
+def main():
+    print(f"{'model':16}{'decay':>7}{'deep':>6}{'phi':>5}{'2nd':>5}{'window':>8}{'parameters':>12}{'state bytes at 256, 1024 tokens':>34}")
+    for name in PRESETS:
+        model = build(name)
+        marks = ["x" if p else "-" for p in properties(model.config)]
+        with torch.no_grad():
+            a, b = (f"{state_bytes(model(torch.zeros(1, T, dtype=torch.long))[1]):,}" for T in (256, 1024))
+        print(f"{name:16}{marks[0]:>7}{marks[1]:>6}{marks[2]:>5}{marks[3]:>5}{marks[4]:>8}{model.num_params():>12,}{a:>18}{b:>16}")
+
+
+if __name__ == "__main__":
+    main()

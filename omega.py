@@ -128,6 +128,17 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 # ---------------------------------------------------------------------------------------------------------------------------
 # The chunk-parallel form.
 
+class Tokens(NamedTuple):
+    """One chunk of c tokens to read at and of n = window - 1 + c pairs to learn from."""
+    q: torch.Tensor                                           # (B, H, c, D)
+    xq: torch.Tensor                                          # (B, H, c, E)  phi(q)
+    k: torch.Tensor                                           # (B, H, n, D)
+    xk: torch.Tensor                                          # (B, H, n, E)  phi(k)
+    v: torch.Tensor                                           # (B, H, n, D)
+    base: torch.Tensor | None                                 # (B, H, c, F)  phi(q) M0, if W is counted from M0
+    write: torch.Tensor | None                                # (B, H, n, E)  what x_i^T d_i is made of, if not phi(k)
+
+
 class Mixing(NamedTuple):
     """Everything in the formulas above that depends on the gates alone, for one chunk of c tokens and n = window - 1 + c pairs."""
     keepprod: torch.Tensor                                    # (..., c, 1)  keep_1 .. keep_t
@@ -198,7 +209,12 @@ def omega(rule, phi, q, k, v, gates, state):
         fold = lambda a: a[:, :, now].unflatten(2, (count, length))                               # (B, H, N, C, ..)
         look = lambda a: a[:, :, seen].unfold(2, length + w - 1, length).transpose(-1, -2)        # (B, H, N, n, ..)
         cq, ck, cv = fold(q), look(ks), look(vs)
-        parts = [cq, phi(cq), ck, phi(ck), cv] if phi.kind != "exp" else [cq, fold(xq), ck, look(xk), cv, look(write_xk)]
+        cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (fold(xq), look(xk))
+        base = None
+        if state.M0:                                          # the part of the first read that is the same for every W
+            base = torch.cat([(cxq.transpose(0, 1).flatten(1, 3) @ m) for m in state.M0[: firsts(rule)]], -1)
+            base = base.unflatten(1, (-1, count, length)).transpose(0, 1)
+        parts = Tokens(cq, cxq, ck, cxk, cv, base, None if write_xk is None else look(write_xk))
         rows, inner = slice(None), None
         if rule.muon_every:
             rows = block_starts(state.pos, length, rule.muon_every) + [length - 1]
@@ -208,7 +224,8 @@ def omega(rule, phi, q, k, v, gates, state):
         parts, mix = ([a if a is None else a.unbind(2) for a in group] for group in (parts, mix))
         step_chunk = muon_chunk if rule.muon_every else linear_chunk
         for j in range(count):                                # the only loop: chunk after chunk
-            y, state = step_chunk(rule, state, [p[j] for p in parts], Mixing(*(m if m is None else m[j] for m in mix)))
+            tokens, weights = ([a if a is None else a[j] for a in group] for group in (parts, mix))
+            y, state = step_chunk(rule, state, Tokens(*tokens), Mixing(*weights))
             ys.append(y)
         t = now.stop
     return torch.cat(ys, 2), state
@@ -239,17 +256,28 @@ def block_starts(pos, length, every):
     return list(range(-pos % every, length, every))
 
 
+def firsts(rule):
+    """How many matrices of the memory read x itself."""
+    return 2 if rule.memory == "gated" else 1
+
+
+def read_start(state, tokens, i, rows):
+    """rows M0[i], or zero where W is not counted from M0."""
+    if not state.M0:
+        return 0
+    width = state.M0[i].shape[-1]
+    return tokens.base[..., i * width: (i + 1) * width] if rows is tokens.xq else rows @ state.M0[i]
+
+
 def linear_chunk(rule, state, tokens, mix):
     """One chunk (or a part of one) without Newton-Schulz: y (B, H, c, D), and the state after it."""
-    q, xq, k, xk, v, *write_xk = tokens
+    q, xq, k, xk, v, _, write = tokens
     anchor = total(state._replace(W=state.anchor))
     pairs = memory.gradients(rule.memory, rule.loss, anchor, xk, k, v, rule.norm)                # x_i, d_i of every token
 
     def read(i, rows):                                                           # r_t W_t for all t
         a, d = pairs[i]
-        z = mix.keepprod * (rows @ state.W[i])
-        if state.M0:
-            z = z + rows @ state.M0[i]
+        z = mix.keepprod * (rows @ state.W[i]) + read_start(state, tokens, i, rows)
         if state.S:
             z = torch.addcmul(z, mix.u, rows @ state.S[i])
         return add_product(z, mix.scores if a is xk else mix.P * (rows @ a.mT), d)
@@ -257,7 +285,7 @@ def linear_chunk(rule, state, tokens, mix):
     y = memory.apply(rule.memory, read, xq, q, rule.norm)
     W, S = [], []
     for i, (a, d) in enumerate(pairs):
-        a = write_xk[0] if write_xk and a is xk else a
+        a = write if write is not None and a is xk else a
         last = mix.P[..., -1, :, None] * d
         if state.S:                                           # both sums over the chunk in one product
             last = torch.cat([last, mix.G[..., -1, :, None] * d], -1)
@@ -274,7 +302,7 @@ def muon_chunk(rule, state, tokens, mix):
 
     The rows of mix.G are those of the block starts, then the last token.
     """
-    q, xq, k, xk, v, *write_xk = tokens
+    q, xq, k, xk, v, _, write = tokens
     keepprod, A, AS, momprod, G, *_ = mix
     c, m = q.shape[2], rule.muon_every
     into = state.pos % m                                      # tokens of the first block that are already behind us
@@ -295,7 +323,7 @@ def muon_chunk(rule, state, tokens, mix):
     pairs = memory.gradients(rule.memory, rule.loss, anchor, xk, k, v, rule.norm)
     S, O, W = [], [], []                                      # after the chunk; of each block; of each block's start
     for i, (a, d) in enumerate(pairs):
-        a = write_xk[0] if write_xk and a is xk else a
+        a = write if write is not None and a is xk else a
         s = a.mT @ torch.cat([g * d for g in G[..., None].unbind(2)], -1)        # S at all the rows of G in one product
         s = s.unflatten(-1, (-1, d.shape[-1])).transpose(2, 3)                   # (B, H, rows, in, out)
         if state.S:
@@ -313,7 +341,7 @@ def muon_chunk(rule, state, tokens, mix):
         z, o = (grid(rows) @ torch.cat([W[i], O[i]], -1)).chunk(2, -1)
         z = torch.addcmul(since * z, own, o).flatten(2, 3)
         z = z[:, :, into: into + c] if ragged else z
-        return z + rows @ state.M0[i] if state.M0 else z
+        return z + read_start(state, tokens, i, rows)
 
     y = memory.apply(rule.memory, read, xq, q, rule.norm)
     last = coef[:, :, -1, :, None, None]
@@ -329,12 +357,10 @@ def write_keys(rule, state, q, k, ks):
     multiplies by [r, exp(r . k_1), exp(r . k_2), ..] (Eq 23), writing token i adds to its row alone: x_i^T d_i with a one-hot x_i.
     """
     keys = torch.cat([state.keys, k], 2)
-    firsts = 2 if rule.memory == "gated" else 1
-    grow = lambda W: tuple(F.pad(w, (0, 0, 0, k.shape[2])) if i < firsts else w for i, w in enumerate(W))
+    grow = lambda W: tuple(F.pad(w, (0, 0, 0, k.shape[2])) if i < firsts(rule) else w for i, w in enumerate(W))
     state = state._replace(W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), O=grow(state.O), keys=keys)
     if state.M0:                                              # M0 itself has no row for any key
-        full = keys.shape[2] + q.shape[-1]
-        state = state._replace(M0=tuple(F.pad(w, (0, 0, 0, full - w.shape[1])) if i < firsts else w for i, w in enumerate(state.M0)))
+        state = state._replace(M0=grow(state.M0))
     n = q.shape[-1] + keys.shape[2]
     hot = torch.eye(n, dtype=q.dtype, device=q.device)
     hot = F.pad(hot, (0, 0, ks.shape[2], 0))[n:]              # the last rows belong to the last keys; missing ones write nothing
