@@ -44,7 +44,8 @@ from poly import Features
 
 HEAD, SMALL_HEAD = 64, 16                       # polynomials want small heads: 64 numbers have 2145 of degree 2
 # what one setting at a time is varied from, and what the peers can do, too: Titans' memory (and a window)
-WORK = dict(memory="mlp", loss="l2", window=8, chunk=64, momentum=True, muon=False, features="none", expansion=2)
+WORK = dict(memory="mlp", loss="l2", window=8, chunk=64, momentum=True, muon=False, features="none", expansion=2,
+            forget="zero")
 
 
 @dataclass
@@ -75,15 +76,18 @@ def clock_name(device):
     return "process_time" if device.type == "cpu" and torch.get_num_threads() == 1 else "perf_counter"
 
 
+def now(device):
+    return getattr(time, clock_name(device))()
+
+
 def clock(run, device):
-    now = getattr(time, clock_name(device))
     if device.type == "cuda":
         torch.cuda.synchronize()
-    began = now()
+    began = now(device)
     run()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return now() - began
+    return now(device) - began
 
 
 def race(runs, seconds, device, must=math.inf, rounds=3):
@@ -91,9 +95,9 @@ def race(runs, seconds, device, must=math.inf, rounds=3):
 
     One whose memory runs out is left out, and after the first `must` those for which there is no time.
     """
-    began, first = time.perf_counter(), {}
+    began, first = now(device), {}
     for name, run in runs.items():
-        if len(first) >= must and (1 + rounds) * (time.perf_counter() - began) > seconds:
+        if len(first) >= must and (1 + rounds) * (now(device) - began) > seconds:
             break
         try:
             first[name] = clock(run, device)
@@ -102,7 +106,7 @@ def race(runs, seconds, device, must=math.inf, rounds=3):
                 raise
             print(f"{name}: out of memory")
     times = {name: [] for name in first}
-    while len(times) and (any(len(t) < rounds for t in times.values()) or time.perf_counter() - began < seconds):
+    while len(times) and (any(len(t) < rounds for t in times.values()) or now(device) - began < seconds):
         for name in times:
             times[name].append(clock(runs[name], device))
     return {name: summary(t, first[name]) for name, t in times.items()}
@@ -149,9 +153,14 @@ def MiB(n):
 
 # ---- layer
 
+def heads(width, head=HEAD):
+    return dict(n_embd=width, n_head=width // head, head_dim=head)
+
+
 def compiled(bench, model):
     if bench.compile:
-        (model.compile_memory if hasattr(model, "compile_memory") else model.compile)()
+        torch._dynamo.config.recompile_limit = 1000           # so many shapes in one process would fall back to eager
+        model.compile_memory()
     return model
 
 
@@ -195,23 +204,23 @@ def contestants(bench, width):
     for name in sorted(bench.models, key=lambda name: name != "transformer"):
         config = models.Config(**models.PRESETS[name])
         small = config.mixer == "memory" and config.features not in ("none", "exp")
-        cases[name] = {**models.PRESETS[name], "n_embd": width, "n_head": width // (SMALL_HEAD if small else HEAD),
-                       "expansion": WORK["expansion"]}
+        shape = heads(width, SMALL_HEAD if small else HEAD)
+        cases[name] = {**models.PRESETS[name], **shape, "expansion": WORK["expansion"]}
     return cases
 
 
 def part_layer(bench):
     batch, width = bench.pick((1, 64), (1, 256), (4, 1024))
     lengths = bench.pick([32, 64], [256, 1024, 4096, 16384], [1024, 4096, 16384, 65536])
-    cases, over = contestants(bench, width), time.perf_counter() + 0.7 * bench.seconds
-    cells, cost, before = {}, {name: 0.0 for name in cases}, lengths[0]
+    cases, over = contestants(bench, width), now(bench.device) + 0.7 * bench.seconds
+    cells, cost, before, main = {}, {name: 0.0 for name in cases}, lengths[0], train.TrainConfig.model
     for i, T in enumerate(lengths):
-        left, runs = (over - time.perf_counter()) / (len(lengths) - i), {}
+        left, runs = (over - now(bench.device)) / (len(lengths) - i), {}
         for name in cost:                       # seconds to expect: a warm-up, three rounds, the measurement of memory
             square = name == "transformer" or cases[name].get("features") == "exp"
             cost[name] *= 6 * (T / before) ** (2 if square else 1)
-        for name in sorted(cost, key=lambda name: (name != "transformer", cost[name])):
-            if bench.quick or cost[name] < left / 2:
+        for name in sorted(cost, key=lambda name: (name != "transformer", name != main, cost[name])):
+            if bench.quick or cost[name] < left:
                 runs.update(layer_runs(bench, layer(bench, **cases[name]), batch, T, width, name))
         times, cost, before = race(runs, left, bench.device, must=len(runs) if bench.quick else 2), {}, T
         for name in [name for name, what in times if what == "both"]:
@@ -235,7 +244,7 @@ def part_layer(bench):
 def definition(bench, width):
     """The definition against the chunk form, on a short sequence: nothing else has the patience."""
     T = bench.pick(8, 64, 64)
-    fast = layer_runs(bench, layer(bench, n_embd=width, n_head=width // HEAD, **WORK), 1, T, width)["", "both"]
+    fast = layer_runs(bench, layer(bench, **heads(width), **WORK), 1, T, width)["", "both"]
     times = race({"omega_ref, token by token": slow(fast), "omega, chunk-parallel": fast}, 0, bench.device)
     table(f"layer: definition and chunk form, forward + backward (batch 1, T {T}, width {width})", ["", "tokens/s"],
           [[name, bench.keep("layer", name, t, T, T=T, what="both")] for name, t in times.items()])
@@ -245,7 +254,7 @@ def sweeps(bench, width):
     """One setting at a time, all else as in WORK: (name, length, other differences, values)."""
     long, brief = bench.pick((64, 64), (1024, 256), (4096, 1024))
     few = slice(2) if bench.quick else slice(None)
-    polynomial = dict(n_head=width // SMALL_HEAD, features="monomial")
+    polynomial = dict(**heads(width, SMALL_HEAD), features="monomial")
     yield "chunk", long, {}, [16, 32, 64, 128, 256][few]
     yield "window", long, {}, [1, 4, 16, 64][few]
     yield "degree", long, polynomial, [1, 2, 3][few]
@@ -255,7 +264,7 @@ def sweeps(bench, width):
 def sweep(bench, batch, width, knob, T, differences, values, seconds):
     runs, rows = {}, []
     for value in values:
-        case = {**WORK, "n_embd": width, "n_head": width // HEAD, **differences, knob: value}
+        case = {**WORK, **heads(width), **differences, knob: value}
         runs[value] = layer_runs(bench, layer(bench, **case), batch, T, width)["", "both"]
     for value, t in race(runs, seconds, bench.device).items():
         peak = peak_bytes(runs[value], bench.device)
@@ -282,15 +291,16 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     """
     C, sizes = min(rule.chunk, T), memory.shapes(rule.memory, E, hidden, D)
     n, weights, deep = C + rule.window - 1, sum(a * b for a, b in sizes), rule.memory != "linear"
-    flops = 2 * C * C * n * momentum                                             # Theta Gate
-    flops += 2 * n * weights + deep * 2 * n * hidden * D                         # errors: through the memory and back
+    flops = 2 * n * weights + deep * 2 * n * hidden * D                          # errors: through the memory and back
     if rule.muon_every:
         blocks = -(-C // rule.muon_every)
-        flops += blocks * sum(2 * n * a * b + ns_flops(a, b, rule.ns_steps) for a, b in sizes)    # S, NS(S) of a block
-        flops += 2 * blocks * (blocks - 1) * weights                             # W of each block
-        flops += 4 * C * weights + momentum * 2 * n * weights                    # reads of W and O; the last S
+        flops += momentum * 2 * (blocks + 1) * C * n                             # Theta Gate, where S is wanted
+        flops += 2 * (blocks + 1) * n * weights                                  # S of each block and the last
+        flops += blocks * sum(ns_flops(a, b, rule.ns_steps) for a, b in sizes)
+        flops += 2 * blocks * (blocks - 1) * weights + 4 * C * weights           # W of each block; reads of W and NS(S)
     else:
-        flops += 2 * C * C * n + 2 * C * n * D + deep * 2 * C * n * hidden       # P; R X^T of the first and last layer
+        flops += momentum * 2 * C * C * n + 2 * C * C * n                        # Theta Gate, P
+        flops += 2 * C * n * D + deep * 2 * C * n * hidden                       # R X^T of the first and the last layer
         flops += sum(2 * C * n * b for _, b in sizes)                            # (P o R X^T) D
         flops += (1 + momentum) * (2 * C * weights + 2 * n * weights)            # reads of W and S; the last W and S
     return flops * T / C
@@ -415,10 +425,10 @@ def filled(state, n):
 
 def reach(bench, model, positions, seconds):
     """Stream random tokens in long pieces -> position -> state, for the positions that are reached in time."""
-    began, state, at, states = time.perf_counter(), None, 0, {}
+    began, state, at, states = now(bench.device), None, 0, {}
     for position in positions:
         while at < position:
-            if at and time.perf_counter() - began > seconds:
+            if at and now(bench.device) - began > seconds:
                 return states
             n = min(4096, position - at)
             _, state = model(torch.randint(model.config.vocab_size, (1, n), device=bench.device), state)
@@ -442,9 +452,9 @@ def decode_run(model, state, n):
 def part_decode(bench):
     """One block is enough: blocks are alike, their times and bytes add up."""
     positions = bench.pick([64, 256], *[[1_000, 10_000, 100_000, 1_000_000]] * 2)
-    over, main, rows, done = time.perf_counter() + bench.seconds, train.TrainConfig.model, {}, []
+    over, main, rows, done = now(bench.device) + bench.seconds, train.TrainConfig.model, {}, []
     for name in sorted(bench.models, key=lambda name: (name != "transformer", name != main)):
-        left = over - time.perf_counter()
+        left = over - now(bench.device)
         if len(done) >= 2 and left < 0.05 * bench.seconds:
             break
         model = models.build(name, n_layer=1).to(bench.device).eval()
@@ -483,12 +493,11 @@ def fla_gated_delta_rule(bench, width, chunk, muon):
 
 
 def atlas(bench, width, chunk, muon):
-    case = {**WORK, "chunk": chunk, "muon": muon, "muon_every": chunk}
-    return layer(bench, **case, n_embd=width, n_head=width // HEAD)
+    return layer(bench, **{**WORK, **heads(width), "chunk": chunk, "muon": muon, "muon_every": chunk})
 
 
 def attention(bench, width, chunk, muon):
-    return layer(bench, mixer="attention", attn_window=0, n_embd=width, n_head=width // HEAD)
+    return layer(bench, mixer="attention", attn_window=0, **heads(width))
 
 
 PEERS = {titans_pytorch: "titans-pytorch", fla_gated_delta_rule: "flash-linear-attention"}        # their names on PyPI

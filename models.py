@@ -184,11 +184,10 @@ class Memory(nn.Module):
         """keep, step, momentum (B, H, T) and gate (B, H, T, window), in float32, each a function of its token."""
         c = self.config
         keep, step, momentum, gate = self.heads(at_least_float32(self.gates(x))).split(self.n_gates, -1)
-        keep, step = keep.sigmoid().squeeze(-1), c.max_step / c.chunk * step.sigmoid().squeeze(-1)              # choice 16
-        gate = gate.sigmoid() if c.gate == "token" else gate.new_ones(*keep.shape, c.window)
-        return omega.Gates(keep if c.keep else torch.ones_like(keep), step,
-                           momentum.sigmoid().squeeze(-1) if c.momentum else None,
-                           gate / c.window)                   # choice 6: the total weight does not depend on the window
+        keep = keep.sigmoid().squeeze(-1) if c.keep else torch.ones_like(keep).squeeze(-1)
+        step = c.max_step / c.chunk * step.sigmoid().squeeze(-1)                                 # choice 16
+        gate = (gate.sigmoid() if c.gate == "token" else gate.new_ones(*keep.shape, c.window)) / c.window              # choice 6
+        return omega.Gates(keep, step, momentum.sigmoid().squeeze(-1) if c.momentum else None, gate)
 
     def short_conv(self, x, tail):
         """y_t = sum_j conv[j] * x_{t-3+j}, channel by channel; `tail` holds the inputs before x."""
@@ -421,12 +420,12 @@ class SwiGLU(nn.Module):
     def __init__(self, config):
         super().__init__()
         hidden = config.mlp_hidden or -(-config.n_embd * 8 // 3 // 16) * 16
-        self.up = nn.Linear(config.n_embd, 2 * hidden, bias=False)
+        self.gate = nn.Linear(config.n_embd, hidden, bias=False)
+        self.up = nn.Linear(config.n_embd, hidden, bias=False)
         self.out = nn.Linear(hidden, config.n_embd, bias=False)
 
     def forward(self, x):
-        a, b = self.up(x).chunk(2, -1)
-        return self.out(F.silu(a) * b)
+        return self.out(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):

@@ -126,7 +126,7 @@ def parse(argv=None):
     """The flags that were given -> dict."""
     parser = Parser(
         prog="train.py", usage="python %(prog)s [flags]", description=__doc__, allow_abbrev=False,
-        epilog="Defaults are in []; --model changes some (PRESETS), then --size (SIZES, TRAIN_SIZES), then flags.",
+        epilog="Defaults are in []; --size changes some (SIZES, TRAIN_SIZES), then --model (PRESETS), then flags.",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=118))
     add_flags(parser.add_argument_group("the run"), TrainConfig)
     add_flags(parser.add_argument_group("the network"), Config, skip=("vocab_size",))      # which the tokenizer decides
@@ -152,7 +152,7 @@ def settings(given, ckpt=None):
         train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES[train["size"]], **train}
         if "warmup" not in given:
             train["warmup"] = min(train["warmup"], train["steps"] // 10)
-        config = {**PRESETS[train.get("model", TrainConfig.model)], **SIZES[train["size"]],
+        config = {**SIZES[train["size"]], **PRESETS[train.get("model", TrainConfig.model)],
                   **{n: v for n, v in given.items() if n not in names}}
     try:
         return TrainConfig(**train), Config(**config)
@@ -391,19 +391,25 @@ def train_step(model, optimizers, tc, ids, step, device, dtype):
     return loss, size
 
 
+def streams(ids, seq_len, n):
+    """The same text as n streams side by side, in pieces of seq_len: x, y (n, seq_len or fewer); fewer than n tokens are left out."""
+    length = (len(ids) - 1) // n
+    x, y = (torch.as_tensor(ids[i: i + n * length]).view(n, length) for i in (0, 1))
+    return zip(x.split(seq_len, 1), y.split(seq_len, 1))
+
+
 @torch.no_grad()
 def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32):
     """Mean loss in nats a token over a split cut into windows of seq_len, or about max_windows of them, evenly spaced.
 
-    The memory starts anew in each window; with carry=True the split is one stream and the state passes on.
+    The memory starts anew in each window; with carry=True the split is read as batch_size long streams and the state passes on.
     """
     device, was_training, state = next(model.parameters()).device, model.training, None
-    batch_size = 1 if carry else batch_size
     n_batches = math.ceil((len(ids) - 1) / (seq_len * batch_size))
     every = max(1, n_batches * batch_size // max_windows) if max_windows else 1
     total, n = 0.0, 0
     model.eval()
-    for x, y in islice(windows(ids, seq_len, batch_size), 0, None, every):
+    for x, y in islice((streams if carry else windows)(ids, seq_len, batch_size), 0, None, every):
         x, y = x.to(device), y.to(device)
         with autocast(device, dtype):
             logits, after = model(x, state)
@@ -475,7 +481,7 @@ def finish(model, run, tc, splits, tokenizer, device, dtype):
     val, nats = splits[1], {}
     bytes_a_token = tokenizer.bytes_in(val[1:]) / (len(val) - 1)
     say(f"\nbest step {ckpt['step']} on the whole validation split, {len(val):,} tokens in windows of {tc.seq_len}:")
-    for carry, name in ((False, "memory reset at each window"), (True, "one stream, memory carried")):
+    for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {tc.batch_size} streams")):
         nats[carry] = evaluate(model, val, tc.seq_len, tc.batch_size, carry=carry, dtype=dtype)
         bits = nats[carry] / math.log(2)
         say(f"  {name:27s}  {nats[carry]:.4f} nats/token  {bits:.4f} bits/token  {bits / bytes_a_token:.4f} bits/byte")
