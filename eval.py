@@ -67,7 +67,7 @@ def text_task(args):
     same = hashlib.sha256(text.encode("utf-8")).hexdigest() == ckpt["data"]["sha256"]
     say(f"the last tenth of {used}, {len(val):,} tokens{'' if same else '; it is not the text of the training'}")
     bytes_a_token = tokenizer.bytes_in(val[1:]) / (len(val) - 1)
-    for carry, how in ((False, "memory reset at each window"), (True, "one stream, memory carried")):
+    for carry, how in ((False, "memory reset at each window"), (True, f"{args.batch_size} streams, memory carried")):
         loss = train.evaluate(model, val, T, args.batch_size, carry=carry)
         say(f"  {how:27s}  {nats(loss, bytes_a_token)}")
     length = min(args.length or 4 * T, len(val) - 1)

@@ -518,7 +518,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     logits, order = (logits / temperature).sort(descending=True)
     if top_k:
         logits[:, top_k:] = -torch.inf
-    probs = logits.softmax(-1)
+    probs, top_p = logits.softmax(-1), max(top_p, 1e-9)       # the likeliest always stays
     probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)              # the token that crosses top_p stays
     return order.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 

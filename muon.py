@@ -35,14 +35,15 @@ def _iterate(X, steps, abc):
         return _iterate(X.mT, steps, abc).mT
     a, b, c = abc
     lead, X = X.shape[:-2], X.reshape(-1, *X.shape[-2:])
-    if X.shape[-1] < 2 * X.shape[-2]:
+    if X.shape[-1] < 2 * X.shape[-2] or steps > 5 or X.dtype in (torch.float16, torch.bfloat16):
         for _ in range(steps):
             A = X @ X.mT
             H = torch.baddbmm(A, A, A, beta=b, alpha=c)                  # b A + c A^2
             X = torch.baddbmm(X, H, X, beta=a)
         return X.view(*lead, *X.shape[1:])
     # Much wider than tall: iterate on the small Gram matrix G = X X^T. A step multiplies X by a I + H, symmetric and commuting
-    # with G, so G <- (a I + H) G (a I + H), and the product R of all steps meets X once, at the end.
+    # with G, so G <- (a I + H) G (a I + H), and the product R of all steps meets X once, at the end. Rounding errors of G grow
+    # with each step, so this is for few steps in float32 or better.
     G, R = X @ X.mT, None
     for i in range(steps):
         H = torch.baddbmm(G, G, G, beta=b, alpha=c)

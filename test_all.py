@@ -1,0 +1,2709 @@
+"""test_all.py - all tests: pytest test_all.py. No network, no GPU (tests that want one skip themselves), CPU minutes.
+
+The mathematics comes first: every fast path against its definition, every definition against a formula written here, in
+float64. Then data, training and sampling as programs, benchmark and evaluation. Each docstring names the failure that the
+test guards against, and `python test_all.py --mutants` shows that it does: it breaks a copy of the project on purpose, one
+way at a time, and runs the test that should notice.
+"""
+import argparse
+import ast
+import csv
+import errno
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from pydoc_data import topics
+
+import numpy as np
+import pytest
+import tiktoken
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import bench
+import data
+import eval
+import memory
+import models
+import omega as omega_module
+import sample
+import train
+from memory import LOSSES, MEMORIES
+from muon import COEFFICIENTS, newton_schulz
+from omega import Gates, Rule, State, omega, omega_ref, start, total
+from poly import Features, features_dim
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def rand(*shape):
+    return torch.rand(shape, dtype=torch.float64)
+
+
+def randn(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def unit(*shape):
+    return F.normalize(randn(*shape), dim=-1)
+
+
+def close(a, b, tol=1e-10):
+    """Equal in shape and in value, relative to the largest number; a NaN on either side is a failure."""
+    assert a.shape == b.shape, f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
+    error = (a - b).abs().max().item() if a.numel() else 0.0
+    assert error <= tol * max(1.0, b.abs().max().item() if b.numel() else 0.0), f"differ by {error:.1e}"
+
+
+def memories(state):
+    """The states of the Omega rule inside of a model's state."""
+    if isinstance(state, State):
+        return [state]
+    return [inner for part in state for inner in memories(part)] if isinstance(state, tuple) else []
+
+
+def tensors(state):
+    """All tensors of a nested tuple, in order."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [t for part in state for t in tensors(part)] if isinstance(state, (tuple, list)) else []
+
+
+# ---- muon.py
+
+def conditioned(cond, *shape):
+    """A random matrix with singular values from 1 down to 1 / cond, and its polar factor U V^T from the SVD."""
+    U, _, Vh = torch.linalg.svd(randn(*shape), full_matrices=False)
+    return (U * torch.logspace(0, -math.log10(cond), min(shape[-2:]), dtype=torch.float64)) @ Vh, U @ Vh
+
+
+SHAPES = [(16, 16), (8, 48), (48, 8), (3, 8, 12), (2, 3, 40, 8), (2, 3, 8, 8)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ns_near_polar_factor(shape):
+    """Any shape: the singular vectors of S stay, its singular values come into the measured band [0.68, 1.21].
+
+    titans-pytorch returns matrices of fewer than four dimensions untouched; another port fails on tall ones.
+    """
+    S, polar = conditioned(100, *shape)
+    N = newton_schulz(S)
+    s = torch.linalg.svdvals(N)
+    assert 0.68 < s.min() and s.max() < 1.21
+    N, polar = (N, polar) if shape[-2] >= shape[-1] else (N.mT, polar.mT)
+    close(polar.mT @ N, N.mT @ polar)                         # N = U f(s) V^T: polar^T N is symmetric, and loses nothing
+    close(polar @ polar.mT @ N, N)
+    s = torch.linalg.svdvals(newton_schulz(S, 60))            # more steps narrow the band, and do not converge
+    assert 0.68 < s.min() and s.max() < 1.14
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ns_cubic_converges(shape):
+    """The paper's "k to infinity" needs coefficients that do converge to U V^T, and a polynomial without a slip."""
+    S, polar = conditioned(100, *shape)
+    close(newton_schulz(S, 30, "cubic"), polar)
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.parametrize("shape", [(8, 48), (48, 8), (8, 12)], ids=str)
+def test_ns_is_the_plain_iteration(shape, name):
+    """The short side and the Gram matrix are shortcuts: they must not change the function, for any number of steps."""
+    S, (a, b, c) = randn(*shape), COEFFICIENTS[name]
+    X = S / S.norm()
+    for steps in range(1, 7):
+        A = X @ X.mT
+        X = a * X + b * A @ X + c * A @ A @ X
+        close(newton_schulz(S, steps, name), X)
+
+
+def test_ns_zero_and_rank_one():
+    """A zero matrix (the first momentum of a masked window) must stay zero without a NaN, in the gradient too."""
+    S = torch.zeros(2, 4, 6, requires_grad=True)
+    newton_schulz(S).square().sum().backward()
+    assert newton_schulz(S).abs().max() == 0 and S.grad.abs().max() == 0
+    x, y, s = unit(1, 8).mT, unit(1, 5), 1.0
+    for _ in range(5):
+        s = sum(c * s ** i for c, i in zip(COEFFICIENTS["muon"], (1, 3, 5)))
+    close(newton_schulz(x @ y), s * x @ y)
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
+def test_ns_scale_invariant(scale):
+    """A norm with an additive epsilon would make small momenta count less: step would no longer set the step."""
+    S = randn(3, 8, 12)
+    close(newton_schulz(scale * S), newton_schulz(S))
+    close(newton_schulz((scale * S).float()).double(), newton_schulz(S), 1e-5)
+
+
+def test_ns_leaves_its_input_alone():
+    """Muon's original normalises in place and so overwrites the caller's momentum."""
+    S = randn(8, 12)
+    before = S.clone()
+    newton_schulz(S)
+    assert torch.equal(S, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(16, 16), (8, 48), (48, 8)], ids=str)
+def test_ns_half_precision(dtype, shape):
+    """Half precision must stay near the exact answer on any matrix, small singular values included, and keep its type."""
+    for cond in (2, 30, 1000):
+        S, _ = conditioned(cond, *shape)
+        N = newton_schulz(S.to(dtype))
+        assert N.dtype == dtype
+        close(N.double(), newton_schulz(S), 0.2)
+
+
+@pytest.mark.parametrize("shape", [(8, 48), (48, 8), (16, 16)], ids=str)
+def test_ns_many_steps_in_float32(shape):
+    """Rounding makes the smallest eigenvalues of S S^T negative: iterating on them must not blow up (S of rank 3 is usual)."""
+    S = randn(shape[0], 3) @ randn(3, shape[1]) + 1e-6 * randn(*shape)
+    for steps, name in ((5, "muon"), (10, "muon"), (30, "cubic")):
+        N = newton_schulz(S.float(), steps, name)
+        assert torch.linalg.svdvals(N).max() < 1.3, f"{steps} steps of {name}"
+
+
+def test_ns_gradient():
+    """The outer gradient goes through the iteration (or, straight-through, past it); a detached norm would be wrong by a rank."""
+    for shape in ((3, 4), (2, 5), (5, 2)):
+        assert torch.autograd.gradcheck(lambda S: newton_schulz(S, 3), randn(*shape).requires_grad_())
+    S, weight = randn(4, 3).requires_grad_(), randn(4, 3)
+    straight, = torch.autograd.grad((newton_schulz(S, straight_through=True) * weight).sum(), S)
+    plain, = torch.autograd.grad((S / S.norm() * weight).sum(), S)
+    close(straight, plain)
+    close(newton_schulz(S, straight_through=True), newton_schulz(S))
+
+
+def test_ns_unknown_coefficients():
+    """An unknown name must be refused with the list of known ones, not fall through to some default."""
+    with pytest.raises(ValueError, match="cubic"):
+        newton_schulz(torch.eye(2), coefficients="quintic")
+
+
+# ---- poly.py
+
+def make_phi(kind, dim, degree=2, **more):
+    """Features in float64 with scales that are neither 1 nor equal."""
+    phi = Features(kind, dim, degree, **more).double()
+    if hasattr(phi, "scale"):
+        phi.scale.data = 0.5 + rand(len(phi.scale))
+    return phi
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_phi_kernel(degree):
+    """phi(x).phi(y) = sum_i s_i^2 (x.y)^i (Eq 5): wrong multinomials, or s_i^2 where s_i belongs, is another kernel."""
+    phi, x, y = make_phi("monomial", 3, degree), randn(5, 3), randn(7, 3)
+    kernel = sum(s ** 2 * (x @ y.mT) ** i for i, s in enumerate(phi.scale))
+    close(phi(x) @ phi(y).mT, kernel)
+    close(phi.inner(x, y), kernel)
+    assert phi(x).shape[-1] == phi.out_dim == features_dim("monomial", 3, degree) == math.comb(3 + degree, degree)
+
+
+def test_phi_starts_as_the_exponential():
+    """s_i must start at 1 / sqrt(i!): 1 / i! on both sides squares the Taylor coefficients."""
+    x, y = unit(5, 4), unit(5, 4)
+    close(Features("monomial", 4, 6).double().inner(x, y), (x @ y.mT).exp(), 1e-3)
+    close(Features("sketch", 4, sketch_dim=3).scale.square(), torch.tensor([1, 1, 0.5]), 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["none", "elementwise", "monomial", "sketch"])
+def test_phi_inner(kind):
+    """The kernel shortcut must be phi phi^T, for any leading dimensions."""
+    phi, x, y = make_phi(kind, 4, 3, sketch_dim=5), randn(2, 3, 5, 4), randn(2, 3, 6, 4)
+    close(phi.inner(x, y), phi(x) @ phi(y).mT)
+    assert phi(x).shape == (2, 3, 5, phi.out_dim)
+
+
+def test_phi_one_by_one():
+    """none is x itself, elementwise its powers side by side, exp its kernel; an unknown name must not pass for none."""
+    x, y = randn(5, 3), randn(6, 3)
+    close(Features("none", 3)(x), x)
+    close(Features("elementwise", 3, 3)(x), torch.cat([x, x * x, x * x * x], 1))
+    close(Features("exp", 3).inner(x, y), (x @ y.mT).exp())
+    with pytest.raises(ValueError, match="monomial"):
+        Features("polynomial", 3)
+
+
+def test_sketch_is_unbiased():
+    """The sketch's degree-2 part is (x.y)^2 on average, with variance (1 + 4 d^2 + 3 d^4) / m for unit x, y and d = x.y."""
+    x, m, n = unit(2, 6), 4, 2000
+    parts = [Features("sketch", 6, sketch_dim=m, seed=seed)(x.float())[:, 7:].double() for seed in range(n)]
+    estimate = torch.stack([2 * a @ b for a, b in parts])     # s_2^2 = 1 / 2
+    d = x[0] @ x[1]
+    std = ((1 + 4 * d ** 2 + 3 * d ** 4) / m).sqrt()
+    close(estimate.mean(), d ** 2, 4 * std / n ** 0.5)
+    close(estimate.std() / std, torch.tensor(1.0).double(), 0.2)
+
+
+def test_sketch_travels_with_the_model():
+    """atlas-pytorch keeps its random matrices outside state_dict: a saved model came back as another one."""
+    a, b = Features("sketch", 4, sketch_dim=5, seed=1), Features("sketch", 4, sketch_dim=5, seed=2)
+    b.load_state_dict(a.state_dict())
+    assert torch.equal(a(torch.ones(4)), b(torch.ones(4)))
+
+
+CAPACITY = [("none", 1, 8), ("elementwise", 1, 8), ("elementwise", 2, 16), ("monomial", 2, 44), ("monomial", 3, 156)]
+
+
+@pytest.mark.parametrize("kind, degree, most", CAPACITY, ids=str)
+def test_capacity(kind, degree, most):
+    """Prop 2, by least squares: a linear memory of d = 8 unit keys holds 44 pairs with p = 2, one more does not fit.
+
+    Powers side by side hold p d pairs and no more: maps that sum them, or leave out products, would hold less.
+    """
+    def misfit(m):
+        x, v = Features(kind, 8, degree).double()(unit(m, 8)).detach(), randn(m, 3)
+        return (x @ torch.linalg.lstsq(x, v, driver="gelsd").solution - v).norm() / v.norm()
+    assert misfit(most) < 1e-8 < 1e-3 < misfit(most + 1)
+
+
+# ---- memory.py
+
+def weights(kind, e, d, hidden, *lead):
+    return [0.5 * randn(*lead, *shape) for shape in memory.shapes(kind, e, hidden, d)]
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_memory_formula(kind, norm):
+    """M(x) as printed: Eq 42 and 43 with the residual on the key; a lost residual or a swapped gate is another memory."""
+    x, r = randn(7, 5), randn(7, 3)
+    W = weights(kind, 5, 3, 4)
+    gelu = lambda z: z * 0.5 * (1 + torch.erf(z / 2 ** 0.5))
+    normed = lambda f: f / (f.square().mean(-1, keepdim=True) + memory.EPS).sqrt() if norm else f
+    M = {"linear": lambda A: x @ A,
+         "mlp": lambda A, B: r + normed(gelu(x @ A) @ B),
+         "gated": lambda A, B, C: r + normed((gelu(x @ A) * (x @ B)) @ C)}[kind](*W)
+    close(memory.apply(kind, lambda i, rows: rows @ W[i], x, r, norm), M)
+
+
+def test_losses():
+    """Sums, not means (a mean divides the inner step by D), and the signs that write + v k^T."""
+    y, v = torch.tensor([[3.0, -1.0]]), torch.tensor([[1.0, -1.5]])
+    expect = {"l2": 0.5 * (2 ** 2 + 0.5 ** 2), "dot": -(3 + 1.5), "huber": 1.5 + 0.125, "lp": (8 + 0.125) / 3}
+    assert sorted(expect) == sorted(LOSSES)
+    for kind, value in expect.items():
+        close(memory.loss(kind, y, v), torch.tensor(value), 1e-6)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_memory_gradients(kind, loss, norm):
+    """The closed form against autograd of the printed loss; fla's Titans has two forms that agree, and both are wrong."""
+    x, r, v = randn(2, 7, 5), randn(2, 7, 3), 2 * randn(2, 7, 3)
+    W = [w.requires_grad_() for w in weights(kind, 5, 3, 4, 2)]
+    expect = torch.autograd.grad(memory.loss(loss, memory.apply(kind, lambda i, rows: rows @ W[i], x, r, norm), v), W)
+    for (a, d), g in zip(memory.gradients(kind, loss, W, x, r, v, norm), expect, strict=True):
+        close(a.mT @ d, g)
+
+
+# ---- omega.py: the chunk-parallel form is the token-by-token rule
+
+def problem(kind, loss, window, T, momentum=True, features="monomial", degree=2, D=3, B=2, H=2):
+    """A random problem for the rule: phi, and every input by name, all of them leaves."""
+    phi = make_phi(features, D, degree, sketch_dim=4)
+    x = dict(q=unit(B, H, T, D), k=unit(B, H, T, D), v=randn(B, H, T, D), keep=0.5 + rand(B, H, T) / 2,
+             step=0.2 * rand(B, H, T), gate=rand(B, H, T, window))
+    if momentum:
+        x["momentum"] = 0.9 * rand(B, H, T)
+        x |= {f"S0[{i}]": 0.3 * w for i, w in enumerate(weights(kind, phi.out_dim, D, 3, B, H))}
+    x |= {f"M0[{i}]": w for i, w in enumerate(weights(kind, phi.out_dim, D, 3, H))}
+    return phi, {name: a.requires_grad_() for name, a in x.items()}
+
+
+def learn(fn, rule, phi, x, cuts=()):
+    """Run `fn` over the tokens, in pieces that begin at `cuts`: y, final state."""
+    M0, S0 = (tuple(a for name, a in x.items() if name.startswith(which)) for which in ("M0", "S0"))
+    state = start(rule, phi, M0, len(x["q"]), S0=S0 or None, momentum=x.get("momentum") is not None)
+    ys = []
+    for a, b in zip((0, *cuts), (*cuts, x["q"].shape[2])):
+        q, k, v, *gates = (None if x.get(name) is None else x[name][:, :, a:b] for name in ("q", "k", "v", *Gates._fields))
+        y, state = fn(rule, phi, q, k, v, Gates(*gates), state)
+        ys.append(y)
+    return torch.cat(ys, 2), state
+
+
+EQUAL = {                         # memory, loss, window, chunk, momentum, muon_every, T, tokens in an earlier call, features
+    "titans":                    ("mlp",    "l2",    1,  8, True,  0, 21, 0, "none"),
+    "linear attention":          ("linear", "dot",   1,  8, False, 0, 16, 0, "none"),
+    "omeganet":                  ("mlp",    "l2",    5,  8, False, 0, 21, 0, "monomial"),
+    "momentum, mid-chunk":       ("mlp",    "l2",    5,  8, True,  0, 18, 3, "monomial"),
+    "window beyond the chunk":   ("mlp",    "dot",  12,  4, True,  0, 13, 5, "none"),
+    "window beyond the text":    ("linear", "l2",   12,  4, False, 0,  6, 3, "monomial"),
+    "gated":                     ("gated",  "l2",    5,  8, True,  0, 13, 0, "none"),
+    "gated, dot":                ("gated",  "dot",   1,  4, False, 0,  9, 2, "elementwise"),
+    "T < chunk":                 ("mlp",    "l2",    3,  8, True,  0,  5, 0, "none"),
+    "T = 1":                     ("gated",  "l2",    3,  8, True,  0,  1, 0, "none"),
+    "T = 1, mid-chunk":          ("mlp",    "l2",    3,  8, True,  0,  1, 5, "none"),
+    "linear, cubic features":    ("linear", "l2",    5,  4, True,  0, 10, 0, "monomial, cubic"),
+    "sketch":                    ("mlp",    "l2",    2,  4, True,  0, 10, 0, "sketch"),
+    "huber":                     ("mlp",    "huber", 3,  8, True,  0, 10, 0, "none"),
+    "lp":                        ("gated",  "lp",    3,  8, True,  0, 10, 0, "none"),
+    "sequential":                ("mlp",    "l2",    3,  1, True,  0,  6, 0, "none"),
+    "forget what was written":   ("mlp",    "l2",    3,  4, True,  0, 10, 2, "monomial, from M0"),
+    "norm in the memory":        ("mlp",    "l2",    3,  4, True,  0, 10, 2, "none, norm"),
+    "atlas":                     ("mlp",    "l2",    5,  8, True,  1, 11, 0, "monomial"),
+    "atlas, norm, from M0":      ("gated",  "l2",    3,  8, True,  2, 10, 3, "none, norm, from M0"),
+    "atlas, mid-block":          ("mlp",    "l2",    5,  8, True,  4, 19, 6, "none"),
+    "atlas, block = chunk":      ("mlp",    "l2",    5,  8, True,  8, 21, 3, "none"),
+    "atlas, ragged block":       ("linear", "l2",    1,  8, True,  3, 21, 7, "monomial"),
+    "atlas, window > chunk":     ("gated",  "dot",  12,  4, True,  1,  9, 2, "none"),
+    "atlas, no momentum":        ("mlp",    "l2",    5,  8, False, 4, 13, 3, "none"),
+    "atlas, T = 1, mid-block":   ("mlp",    "l2",    3,  8, True,  4,  1, 6, "none"),
+    "atlas, sequential":         ("gated",  "l2",    3,  1, True,  1,  5, 0, "none"),
+}
+
+
+@pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
+def test_omega_is_omega_ref(case):
+    """Outputs, final state and every outer gradient: a fast path that is only nearly the rule, or not differentiable."""
+    kind, loss, window, chunk, momentum, muon_every, T, earlier, features = case
+    phi, x = problem(kind, loss, window, T + earlier, momentum, features.split(",")[0], degree=3 if "cubic" in features else 2)
+    rule = Rule(kind, loss, window, chunk, muon_every, norm="norm" in features, forget="start" if "M0" in features else "zero")
+    leaves, results = list(x.values()) + list(phi.parameters()), []
+    for fn in (omega_ref, omega):
+        y, state = learn(fn, rule, phi, x, (earlier,) if earlier else ())
+        out = [y, *tensors(state)]
+        torch.manual_seed(1)
+        outer = sum((a * randn(*a.shape)).sum() for a in out)          # a random gradient for everything that comes out
+        results.append((out, torch.autograd.grad(outer, leaves), state.pos))
+    (out, grads, pos), (fast_out, fast_grads, fast_pos) = results
+    assert pos == fast_pos and len(out) == len(fast_out)
+    for a, b in zip(fast_out + list(fast_grads), out + list(grads), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("muon_every", [0, 2])
+def test_omega_gradcheck(muon_every):
+    """The outer loop's gradient against finite differences, through the inner gradients and Newton-Schulz."""
+    phi, x = problem("mlp", "l2", 2, 4, D=2, B=1, H=1)
+    rule = Rule("mlp", "l2", 2, 3, muon_every, ns_steps=2)
+
+    def f(*leaves):
+        y, state = learn(omega, rule, phi, dict(zip(x, leaves)))
+        return y, *tensors(state)
+    assert torch.autograd.gradcheck(f, tuple(x.values()))
+
+
+def test_omega_splits_anywhere():
+    """Every pair of split points, on and off chunk and block boundaries, with features that keep all keys as well."""
+    for features, muon_every, forget in (("monomial", 0, "zero"), ("monomial", 2, "start"), ("exp", 0, "start")):
+        phi, x = problem("mlp", "l2", 3, 10, features=features)
+        rule = Rule("mlp", "l2", 3, 4, muon_every, forget=forget)
+        with torch.no_grad():
+            y, state = learn(omega, rule, phi, x)
+            for cuts in [(a, b) for a in range(1, 9) for b in range(a + 1, 10)] + [range(1, 10)]:
+                z, after = learn(omega, rule, phi, x, cuts)
+                for a, b in zip([z, *tensors(after)], [y, *tensors(state)], strict=True):
+                    close(a, b)
+
+
+def test_omega_is_pure():
+    """Nothing of the caller's may change: not the inputs, not M0, not the state that was handed in."""
+    phi, x = problem("mlp", "l2", 3, 10)
+    rule = Rule("mlp", "l2", 3, 4, 2)
+    _, state = learn(omega, rule, phi, x)
+    held = [*x.values(), *tensors(state)]
+    before = [a.clone() for a in held]
+    omega(rule, phi, x["q"], x["k"], x["v"], Gates(*(x[name] for name in Gates._fields)), state)
+    assert all(torch.equal(a, b) for a, b in zip(held, before))
+
+
+@pytest.mark.parametrize("fn", [omega, omega_ref])
+@pytest.mark.parametrize("muon_every, forget", [(0, "zero"), (1, "zero"), (4, "start")])
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_step_zero_reads_M0(kind, muon_every, forget, fn):
+    """With step 0 nothing is written: LaCT's `w0 = NS(dw0)` gave 0 where the untouched memory's output belongs."""
+    phi, x = problem(kind, "l2", 3, 6)
+    x["step"] = torch.zeros(2, 2, 6).double()
+    x["keep"] = torch.ones(2, 2, 6).double() if forget == "zero" else x["keep"]
+    M0 = [a for name, a in x.items() if name.startswith("M0")]
+    y, _ = learn(fn, Rule(kind, "l2", 3, 4, muon_every, forget=forget), phi, x)
+    close(y, memory.apply(kind, lambda i, rows: rows @ M0[i], phi(x["q"]), x["q"]))
+
+
+def test_extreme_gates():
+    """keep and momentum of 0 or nearly 0, in float32 and chunks of 64: masking after exp would give 0 * inf in backward."""
+    rule = Rule("mlp", "l2", 3, 8)
+    for T in (20, 70):
+        phi, x = problem("mlp", "l2", 3, T)
+        for name, every in (("keep", 5), ("momentum", 7)):
+            x[name].data[..., ::every], x[name].data[..., 1::every] = 0, 1e-30
+        if T == 20:
+            close(learn(omega, rule, phi, x)[0], learn(omega_ref, rule, phi, x)[0])
+    x = {name: a.detach().float().requires_grad_() for name, a in x.items()}
+    for muon_every in (0, 16):
+        y, state = learn(omega, Rule("mlp", "l2", 3, 64, muon_every), phi.float(), x)
+        grads = torch.autograd.grad(sum(a.sum() for a in [y, *tensors(state)]), list(x.values()))
+        assert all(a.isfinite().all() for a in [y, *grads])
+
+
+# ---- omega.py: special cases, each against a formula that shares no code with it
+
+def stream(T, window=1, kind="linear", features="none", hidden=3, B=2, H=2, D=4, **fixed):
+    """q, k, v and every gate at random, with `fixed` ones filled with that number; M0 as asked, or zero."""
+    M0 = fixed.pop("M0", 0.0)
+    x = dict(q=unit(B, H, T, D), k=unit(B, H, T, D), v=randn(B, H, T, D), keep=0.5 + rand(B, H, T) / 2,
+             step=0.3 * rand(B, H, T), momentum=0.9 * rand(B, H, T), gate=rand(B, H, T, window))
+    x |= {name: None if value is None else torch.full_like(x[name], value) for name, value in fixed.items()}
+    e = features_dim(features, D, 1)
+    return x | {f"M0[{i}]": M0 * w for i, w in enumerate(weights(kind, e, D, hidden, H))}
+
+
+def named_rows(x, *names):
+    """The named inputs cut into tokens: (B, H, 1, D) for q, k, v, and (B, H, 1, 1) for the gates."""
+    cut = lambda a: [a[:, :, t: t + 1] if a.dim() == 4 else a[:, :, t, None, None] for t in range(a.shape[2])]
+    return list(zip(*(cut(x[name]) for name in names)))
+
+
+both = pytest.mark.parametrize("fn", [omega, omega_ref])
+none = Features("none", 4)
+
+
+@both
+def test_linear_attention(fn):
+    """Linear memory, dot loss: y_t = sum_{i <= t} (q_t . k_i) v_i. A read before the write would miss i = t."""
+    x = stream(11, keep=1, step=1, momentum=None, gate=1)
+    close(learn(fn, Rule("linear", "dot", 1, 4), none, x)[0], (x["q"] @ x["k"].mT).tril() @ x["v"])
+
+
+@both
+def test_retention(fn):
+    """The same with decay: token i counts keep_{i+1} .. keep_t times its step; a decay shifted by one keeps too much."""
+    x = stream(11, momentum=None, gate=1)
+    P = torch.zeros(2, 2, 11, 11).double()
+    for t, i in [(t, i) for t in range(11) for i in range(t + 1)]:
+        P[:, :, t, i] = x["keep"][:, :, i + 1: t + 1].prod(-1) * x["step"][:, :, i]
+    close(learn(fn, Rule("linear", "dot", 1, 4), none, x)[0], (P * (x["q"] @ x["k"].mT)) @ x["v"])
+
+
+@both
+@pytest.mark.parametrize("decay, forget", [({"keep": 1}, "zero"), ({}, "zero"), ({}, "start")],
+                         ids=["delta", "gated delta", "to M0"])
+def test_delta_rule(fn, decay, forget):
+    """Linear memory, l2, chunk 1: W <- keep W - step k^T (k W - v), without decay, with decay to zero, and to M0."""
+    x = stream(9, momentum=None, gate=1, M0=1, **decay)
+    W, ys, home = x["M0[0]"], [], x["M0[0]"] if forget == "start" else 0
+    for q, k, v, keep, step in named_rows(x, "q", "k", "v", "keep", "step"):
+        W = home + keep * (W - home) - step * k.mT @ (k @ W - v)
+        ys.append(q @ W)
+    close(learn(fn, Rule("linear", "l2", 1, 1, forget=forget), none, x)[0], torch.cat(ys, 2))
+
+
+@both
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_titans(fn, chunk):
+    """Window 1, no Muon, no features: Titans Eq 13-14, with gradients at the last chunk boundary (its Eq 16)."""
+    x, ys = stream(10, kind="mlp", gate=1, M0=1), []
+    W, S = [x["M0[0]"].expand(2, 2, 4, 3), x["M0[1]"].expand(2, 2, 3, 4)], [0, 0]
+    mlp = lambda W, a: a + F.gelu(a @ W[0]) @ W[1]
+    for t, (q, k, v, keep, step, momentum) in enumerate(named_rows(x, "q", "k", "v", "keep", "step", "momentum")):
+        anchor = anchor if t % chunk else [w.detach().requires_grad_() for w in W]
+        g = torch.autograd.grad(0.5 * (mlp(anchor, k) - v).square().sum(), anchor)
+        S = [momentum * s + g for s, g in zip(S, g)]
+        W = [keep * w - step * s for w, s in zip(W, S)]
+        ys.append(mlp(W, q))
+    close(learn(fn, Rule("mlp", "l2", 1, chunk), none, x)[0], torch.cat(ys, 2))
+
+
+@both
+def test_swla_by_brute_force(fn):
+    """Sliding-window linear attention: every window sum written out; a window off by one, or gates in reverse, is seen."""
+    x = stream(9, window=3, momentum=None)
+    P = torch.zeros(2, 2, 9, 9).double()
+    for t, n, i in [(t, n, i) for t in range(9) for n in range(t + 1) for i in range(max(0, n - 2), n + 1)]:
+        P[:, :, t, i] += x["keep"][:, :, n + 1: t + 1].prod(-1) * x["step"][:, :, n] * x["gate"][:, :, n, i - n + 2]
+    close(learn(fn, Rule("linear", "dot", 3, 4), none, x)[0], (P * (x["q"] @ x["k"].mT)) @ x["v"])
+
+
+@both
+def test_omeganet_linear(fn):
+    """Eq 11 with the sign put right: W <- (keep - step sum gate k^T k) W + step sum gate k^T v over the window, at chunk 1."""
+    x, ys = stream(9, window=3, momentum=None, M0=1), []
+    W = x["M0[0]"]
+    for t, (q, keep, step) in enumerate(named_rows(x, "q", "keep", "step")):
+        i = slice(max(0, t - 2), t + 1)
+        k, v, gate = x["k"][:, :, i], x["v"][:, :, i], x["gate"][:, :, t, -min(t + 1, 3):, None]
+        W = keep * W - step * ((gate * k).mT @ k) @ W + step * (gate * k).mT @ v
+        ys.append(q @ W)
+    close(learn(fn, Rule("linear", "l2", 3, 1), none, x)[0], torch.cat(ys, 2))
+
+
+@both
+def test_atlas_linear(fn):
+    """Eq 32-33: the momentum is orthogonalised, not the memory and not the gradient, and step stands outside of it."""
+    x, ys, S = stream(9, window=3, M0=1), [], 0
+    W = x["M0[0]"]
+    for t, (q, keep, step, momentum) in enumerate(named_rows(x, "q", "keep", "step", "momentum")):
+        i = slice(max(0, t - 2), t + 1)
+        k, v, gate = x["k"][:, :, i], x["v"][:, :, i], x["gate"][:, :, t, -min(t + 1, 3):, None]
+        S = momentum * S + (gate * k).mT @ (k @ W - v)
+        W = keep * W - step * newton_schulz(S)
+        ys.append(q @ W)
+    close(learn(fn, Rule("linear", "l2", 3, 1, 1), none, x)[0], torch.cat(ys, 2))
+
+
+@both
+def test_window_of_one_in_a_longer_one(fn):
+    """A gate that is zero but for the token itself is window 1; gate[..., -1] must weigh the newest token."""
+    x = stream(9, window=3, kind="mlp", M0=1, gate=0)
+    x["gate"][..., -1] = 1
+    one = x | dict(gate=torch.ones(2, 2, 9, 1).double())
+    close(learn(fn, Rule("mlp", "l2", 3, 4), none, x)[0], learn(fn, Rule("mlp", "l2", 1, 4), none, one)[0])
+
+
+def exponential(D, degree):
+    """The Taylor series of exp(x . y) up to `degree`, as monomials."""
+    phi = Features("monomial", D, degree).double()
+    phi.scale.data = torch.tensor([math.factorial(i) ** -0.5 for i in range(degree + 1)], dtype=torch.float64)
+    return phi
+
+
+def test_unnormalised_softmax_attention():
+    """Linear DeepTransformer (Eq 26): y_t = sum_{i <= t} exp(q_t . k_i) v_i, the numerator of attention."""
+    x = stream(11, features="exp", keep=1, step=1, momentum=None, gate=1)
+    close(learn(omega, Rule("linear", "dot", 1, 4), Features("exp", 4), x)[0], (x["q"] @ x["k"].mT).exp().tril() @ x["v"])
+
+
+def test_kernel_delta_rule():
+    """Linear Dot with window 1 (Eq 30-31): token t writes step (v - what the kernel already answers to k), all decayed."""
+    x = stream(9, features="exp", momentum=None, gate=1)
+    K, Q, a, ys = (x["k"] @ x["k"].mT).exp(), (x["q"] @ x["k"].mT).exp(), torch.zeros_like(x["v"]), []
+    for t, (v, keep, step) in enumerate(named_rows(x, "v", "keep", "step")):
+        write = step * (v - K[:, :, t: t + 1] @ a)
+        a = torch.cat([keep * a[:, :, :t], write, a[:, :, t + 1:]], 2)
+        ys.append(Q[:, :, t: t + 1] @ a)
+    close(learn(omega, Rule("linear", "l2", 1, 1), Features("exp", 4), x)[0], torch.cat(ys, 2))
+
+
+@pytest.mark.parametrize("kind, loss, window, momentum", [
+    ("linear", "l2", 3, True), ("mlp", "dot", 1, False), ("mlp", "l2", 3, True), ("gated", "l2", 3, False)], ids=str)
+def test_monomials_converge_to_exp(kind, loss, window, momentum):
+    """The kernel form of phi* (Eq 22) must be the limit of truncated monomials of growing degree, in deep memories too."""
+    x = stream(9, window, kind, "exp", D=2, M0=1, **({} if momentum else dict(momentum=None)))
+    rule, errors = Rule(kind, loss, window, 4, forget="start" if loss == "dot" else "zero"), []
+    y, state = learn(omega, rule, Features("exp", 2), x, (3, 6))
+    for degree in (1, 4, 14):
+        phi = exponential(2, degree)
+        first = [name for name, a in x.items() if name[:2] == "M0" and a.shape[1] == 2]        # they read x itself
+        wide = x | {name: F.pad(x[name], (0, 0, 1, phi.out_dim - 3)) for name in first}
+        errors.append((learn(omega_ref, rule, phi, wide)[0] - y).abs().max().item())
+    assert errors[0] > 10 * errors[1] > 1000 * errors[2] and errors[2] < 1e-10, errors
+
+
+# ---- models.py
+
+def small(preset, **more):
+    """A model that has everything of the preset in small: two blocks, two heads, short chunks, windows and segments."""
+    default = {f.name: f.default for f in fields(models.Config)} | models.PRESETS[preset]
+    size = dict(vocab_size=11, n_layer=2, n_head=2, n_embd=16, head_dim=8, chunk=4, muon_every=2, expansion=2, persistent=2)
+    size |= {name: 3 for name in ("window", "attn_window") if default[name] > 1}
+    return models.build(preset, **size | more)
+
+
+def shaken(model):
+    """In float64, every parameter moved off its starting value: zeros and ones hide mistakes."""
+    model = model.double()
+    for p in model.parameters():
+        p.data += 0.2 * randn(*p.shape)
+    return model
+
+
+MODELS = {preset: (preset, {}) for preset in models.PRESETS}
+MODELS |= {f"{preset}-{wiring}": (preset, dict(wiring=wiring, n_layer=1)) for preset, what in models.PRESETS.items()
+           for wiring in models.WIRINGS if wiring != "lmm" and what.get("mixer") != "attention"}
+MODELS |= {f"no memory-{wiring}": ("atlas", dict(wiring=wiring, n_layer=1, memory_branch=False))
+           for wiring in ("mag", "mal", "mac")}
+MODELS |= {
+    "no persistent tokens": ("atlas", dict(wiring="mac", persistent=0)), "norm": ("atlas", dict(memory_norm=True)),
+    "chunk 1": ("atlas", dict(chunk=1)), "window > chunk": ("atlas", dict(window=9)), "no conv": ("atlas", dict(conv=False)),
+    "uniform gate": ("atlas", dict(gate="uniform")), "forget M0": ("atlas", dict(forget="zero")),
+    "sketch": ("omeganet", dict(features="sketch", sketch_dim=5)), "elementwise": ("omeganet", dict(features="elementwise")),
+    "exp, gated": ("dot", dict(memory="gated", keep=True))}
+every_model = pytest.mark.parametrize("preset, more", MODELS.values(), ids=MODELS.keys())
+every_preset = pytest.mark.parametrize("preset", models.PRESETS)
+
+
+def places(more):
+    """Where to cut or to change 13 tokens: everywhere, but for wirings only on and off segments of 3 and chunks of 4."""
+    return (1, 3, 4, 8, 11) if "wiring" in more else range(1, 13)
+
+
+@every_model
+@torch.no_grad()
+def test_any_split_is_the_whole(preset, more):
+    """State carried over every split point, and token by token: a cache that forgets, repeats or shifts anything."""
+    model, x = shaken(small(preset, **more)), torch.randint(11, (2, 13))
+    whole, end = model(x)
+    for cuts in [(t,) for t in places(more)] + [range(1, 13)]:
+        state, out = None, []
+        for a, b in zip((0, *cuts), (*cuts, 13)):
+            logits, state = model(x[:, a:b], state)
+            out.append(logits)
+        close(torch.cat(out, 1), whole)
+    assert [t.shape for t in tensors(state)] == [t.shape for t in tensors(end)]
+
+
+@every_model
+@torch.no_grad()
+def test_causal(preset, more):
+    """Changing token j must leave logits before j bit-identical and change later ones: half of the ports leak or do not mix."""
+    model, x = shaken(small(preset, **more)), torch.randint(11, (1, 13))
+    logits, _ = model(x)
+    for j in places(more):
+        y = x.clone()
+        y[0, j] = (y[0, j] + 1) % 11
+        changed, _ = model(y)
+        assert torch.equal(changed[:, :j], logits[:, :j]), f"token {j} is seen before it is read"
+        assert not torch.allclose(changed[:, j], logits[:, j])
+        if model.config.mixer == "memory" and model.config.memory_branch or not model.config.attn_window:
+            assert not torch.allclose(changed[:, 12], logits[:, 12], rtol=1e-9), f"token {j} is forgotten by the end"
+
+
+@every_model
+@torch.no_grad()
+def test_rows_are_independent(preset, more):
+    """One sequence's memory must not reach another's: row alone == row in the batch, and a permuted batch is permuted."""
+    model, x = shaken(small(preset, **more)), torch.randint(11, (3, 11))
+    logits, _ = model(x)
+    for i in range(3):
+        close(model(x[i: i + 1])[0], logits[i: i + 1])
+    close(model(x[[2, 0, 1]])[0], logits[[2, 0, 1]])
+
+
+@every_model
+def test_every_parameter_learns(preset, more):
+    """At its own initialisation every parameter gets a gradient, and an optimizer step on a CPU changes it (no stride-0 views).
+
+    Dead gates, a detached M0 and an inner update under no_grad are the commonest fault of the ports.
+    """
+    model, x = small(preset, **more), torch.randint(11, (2, 14))
+    model.loss(x[:, :-1], x[:, 1:]).backward()
+    dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    stuck = [name for (name, p), b in zip(model.named_parameters(), before) if torch.equal(p, b)]
+    assert not dead and not stuck
+
+
+@every_model
+@torch.no_grad()
+def test_forward_changes_nothing(preset, more):
+    """The inner loop runs at test time as in training, and never writes to a parameter or a buffer."""
+    model, x = small(preset, **more), torch.randint(11, (2, 11))
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    train, eval = model(x)[0], model.eval()(x)[0]
+    assert torch.equal(train, eval) and all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+
+
+@every_preset
+def test_state_dict_round_trip(preset):
+    """All that decides the logits must be in state_dict: two ports redraw random matrices and load another model."""
+    a, x = small(preset), torch.randint(11, (2, 11))
+    b = small(preset)
+    b.load_state_dict({name: p.clone() for name, p in a.state_dict().items()})
+    assert torch.equal(a(x)[0], b(x)[0])
+
+
+def test_config_reaches_the_rule():
+    """Every flag of the inner loop must arrive under its own name; muon_every never exceeds the chunk, and is 0 without Muon."""
+    config = models.Config(memory="gated", loss="dot", window=3, chunk=5, muon_every=2, ns_steps=4, ns_coefficients="cubic",
+                           memory_norm=True, forget="zero")
+    assert config.rule() == Rule("gated", "dot", 3, 5, 2, 4, "cubic", norm=True, forget="zero")
+    assert models.Config(forget="start").rule().forget == "start"
+    assert models.Config(chunk=5, muon_every=64).rule().muon_every == 5
+    assert models.Config(muon=False).rule().muon_every == 0
+
+
+def test_atlas_becomes_titans():
+    """Window 1, no Muon, no features is Titans: the flags of the ablation must reach the rule."""
+    a, b = small("atlas", window=1, muon=False, features="none"), small("titans")
+    b.load_state_dict(a.state_dict())
+    x = torch.randint(11, (2, 11))
+    assert torch.equal(a(x)[0], b(x)[0])
+
+
+@pytest.mark.parametrize("switch", [
+    dict(window=1), dict(degree=1), dict(memory="linear"), dict(muon=False), dict(momentum=False), dict(keep=False),
+    dict(conv=False), dict(gate="uniform"), dict(muon_every=1), dict(chunk=8), dict(ns_steps=2), dict(loss="dot"),
+    dict(ns_coefficients="cubic"), dict(max_step=0.5), dict(memory_norm=True), dict(forget="zero"), dict(expansion=3),
+    dict(features="sketch"), dict(features="sketch", sketch_dim=5), dict(tie=True), dict(mlp_hidden=8), dict(wiring="mag"),
+    dict(wiring="mal"), dict(wiring="mac"), dict(wiring="mag", memory_branch=False), dict(wiring="mal", persistent=0),
+    dict(wiring="mac", attn_window=4)], ids=str)
+@torch.no_grad()
+def test_switches_do_something(switch):
+    """Every axis of the ablation changes the function or its parameters; one that nothing reads would pass for a result."""
+    x, out = torch.randint(11, (2, 11)), []
+    for more in ({name: switch[name] for name in list(switch)[:-1]}, switch):
+        torch.manual_seed(0)
+        model = small("atlas", **more)
+        out.append([p.shape for p in model.parameters()] + [round(value, 4) for value in model(x)[0].flatten().tolist()])
+    assert out[0] != out[1]
+
+
+def test_gates_are_in_range():
+    """keep, momentum and gate in (0, 1), step positive, and a window that weighs the same however long it is."""
+    for window in (1, 4):
+        g = small("atlas", window=window).blocks[0].mixer.make_gates(3 * torch.randn(2, 7, 16))
+        assert g.keep.shape == g.step.shape == g.momentum.shape == (2, 2, 7) and g.gate.shape == (2, 2, 7, window)
+        assert all(0 < a.min() and a.max() < 1 for a in (g.keep, g.momentum, g.gate * window)) and g.step.min() > 0
+    g = small("atlas", keep=False, momentum=False, gate="uniform").blocks[0].mixer.make_gates(torch.randn(2, 7, 16))
+    assert g.keep.min() == 1 and g.momentum is None and torch.allclose(g.gate.sum(-1), torch.ones(2, 2, 7))
+
+
+@pytest.mark.parametrize("momentum", [False, True], ids=["plain", "momentum"])
+def test_gates_limit_what_a_chunk_writes(momentum):
+    """A key repeated for a whole chunk collects a weight below 2 max_step, however wild the gates: more would diverge."""
+    layer = small("atlas", chunk=64, momentum=momentum).double().blocks[0].mixer
+    layer.gates.weight.data *= 200
+    gates = layer.make_gates(randn(2, 64, 16))
+    assert gates.keep.min() < 0.01 and gates.keep.max() > 0.99
+    one, M0 = F.pad(torch.ones(2, 2, 64, 1).double(), (0, 7)), (torch.zeros(2, 8, 8).double(),)
+    rule, phi = Rule("linear", "dot", 3, 64), Features("none", 8)
+    y, _ = omega(rule, phi, one, one, one, gates, start(rule, phi, M0, 2, momentum=momentum))
+    assert 0 < y[..., 0].min() and y[..., 0].max() < 2 * layer.config.max_step
+
+
+def test_gates_of_heads_and_tokens():
+    """Each gate has an input of its own, in its own head: (B, T, H n) must not be taken apart as (B, T, n H)."""
+    layer = small("atlas").blocks[0].mixer
+    x, bias = torch.randn(2, 7, 16), layer.gates.bias.data.view(2, -1)
+    before = layer.make_gates(x)
+    close(before.keep[1, 0], (x[1] @ layer.gates.weight[0] + layer.gates.bias[0]).sigmoid(), 1e-6)
+    for head in (0, 1):
+        for j, name in enumerate(("keep", "step", "momentum", "gate", "gate", "gate")):
+            bias[head, j] += 1
+            after = layer.make_gates(x)
+            bias[head, j] -= 1
+            assert all(torch.allclose(a[:, 1 - head], b[:, 1 - head]) for a, b in zip(after, before)), "another head"
+            a, b = getattr(after, name)[:, head], getattr(before, name)[:, head]
+            assert (a[..., j - 3] > b[..., j - 3]).all() if name == "gate" else (a > b).all(), name
+
+
+def test_convolution():
+    """Depthwise, causal, width 4, the last tap on the token itself: a conv padded on both sides sees the future."""
+    layer = small("atlas").blocks[0].mixer
+    x, n = torch.randn(2, 9, layer.conv.shape[1]), layer.conv.shape[1]
+    y, tail = layer.short_conv(x, torch.zeros(2, 3, n))
+    close(y, F.conv1d(F.pad(x.mT, (3, 0)), layer.conv.T[:, None], groups=n).mT, 1e-6)
+    assert torch.equal(tail, x[:, -3:])
+
+
+@torch.no_grad()
+def test_sliding_window_attention():
+    """The last of w tokens in a window of w sees what a sequence of just these w tokens sees: no more, no less."""
+    full = shaken(small("transformer", n_layer=1)).blocks[0].mixer
+    x = randn(2, 21, 16)
+    for w in (1, 4, 5, 8, 30):
+        windowed = small("transformer", n_layer=1, attn_window=w).double().blocks[0].mixer
+        windowed.load_state_dict(full.state_dict())
+        y, _ = windowed(x)
+        for t in range(21):
+            close(y[:, t], full(x[:, max(0, t - w + 1): t + 1])[0][:, -1], 1e-6)
+
+
+def heads(layer, a, norm=None, turned=False):
+    """(T, H D) -> (H, T, D), of unit mean square times `norm`'s weight, turned by the position as complex numbers are."""
+    a = a.unflatten(-1, (layer.config.n_head, -1)).transpose(0, 1)
+    if norm:
+        a = a / a.square().mean(-1, keepdim=True).sqrt() * norm.weight
+    if turned:
+        half = a.shape[-1] // 2
+        angle = torch.arange(a.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)
+        a = torch.view_as_real(torch.complex(a[..., :half], a[..., half:]) * torch.exp(1j * angle)).mT.flatten(-2)
+    return a
+
+
+def softmax_attention(layer, q, k, v, seen):
+    """Attention written out for one sequence: q (H, T, D), k and v (H, n, D), seen (T, n) -> (T, n_embd)."""
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ layer.out.weight.T
+
+
+@torch.no_grad()
+def test_attention_formula():
+    """Softmax attention written out: rotary positions, normalised q and k, and a prefix that all see and that has no position."""
+    layer = shaken(small("transformer")).blocks[0].mixer
+    x, p, seen = randn(1, 6, 16), randn(2, 16), torch.ones(6, 6).tril().bool()
+    (q, k, v), (_, pk, pv) = (layer.qkv(a).chunk(3, -1) for a in (x[0], p))
+    q, k, v = heads(layer, q, layer.q_norm, True), heads(layer, k, layer.k_norm, True), heads(layer, v)
+    close(layer(x)[0][0], softmax_attention(layer, q, k, v, seen), 1e-6)
+    k, v = torch.cat([heads(layer, pk, layer.k_norm), k], 1), torch.cat([heads(layer, pv), v], 1)
+    close(layer(x, None, p)[0][0], softmax_attention(layer, q, k, v, F.pad(seen, (2, 0), value=True)), 1e-6)
+
+
+def wired(wiring, **more):
+    """A layer of a small ATLAS, its input, and the memory's input of mag and mal: persistent tokens, then x."""
+    layer, x = shaken(small("atlas", wiring=wiring, **more)).blocks[0].mixer, randn(1, 8, 16)
+    return layer, x, torch.cat([layer.persistent[None], x], 1)
+
+
+@torch.no_grad()
+def test_mag():
+    """Titans Eq 26-28: attention and memory side by side over (p | x), the normed memory gates the normed attention."""
+    layer, x, px = wired("mag")
+    y, m = layer.attention(x, None, layer.persistent)[0], layer.memory(px)[0][:, 2:]
+    close(layer(x)[0], layer.y_norm(y) * layer.m_norm(m).sigmoid())
+
+
+@torch.no_grad()
+def test_mal():
+    """Titans Eq 29-31: the memory reads and writes first, attention sees only what it says, persistent tokens included."""
+    layer, x, px = wired("mal")
+    close(layer(x)[0], layer.attention(layer.m_norm(layer.memory(px)[0]))[0][:, 2:])
+
+
+@torch.no_grad()
+def test_mac():
+    """Titans Eq 21-25, the order read, attend, write: h comes from the memory before the segment, y is what is written.
+
+    lucidrains' author on his own: "this was never done correctly"; a port lets a segment's tokens see the h of later ones.
+    """
+    layer, x, _ = wired("mac", attn_window=3)
+    a, state, outs = layer.attention, layer.memory.start(x), []
+    for s in x.split(3, 1):
+        h = layer.memory.retrieve(s, total(state.rule))
+        (_, pk, pv), (_, hk, hv), (q, xk, xv) = (a.qkv(z).chunk(3, -1) for z in (layer.persistent, h[0], s[0]))
+        seen = F.pad(torch.ones(len(q), len(q)).tril().bool().repeat(1, 2), (2, 0), value=True)
+        k = [heads(a, pk, a.k_norm), heads(a, hk, a.k_norm, True), heads(a, xk, a.k_norm, True)]
+        v = [heads(a, z) for z in (pv, hv, xv)]
+        y = softmax_attention(a, heads(a, q, a.q_norm, True), torch.cat(k, 1), torch.cat(v, 1), seen)[None]
+        m, state = layer.memory(y, state)
+        outs.append(layer.y_norm(y) * layer.m_norm(m).sigmoid())
+    close(layer(x)[0], torch.cat(outs, 1), 1e-6)
+
+
+@torch.no_grad()
+def test_retrieve():
+    """Reading without writing (M* of Titans Eq 21) is what the layer says when it writes nothing and has no convolution."""
+    for preset in ("titans", "atlas", "dot", "swla"):
+        layer = shaken(small(preset, conv=False, keep=False, max_step=0.0)).blocks[0].mixer
+        x = randn(2, 5, 16)
+        W = total(layer.start(x).rule)
+        close(layer(x)[0], layer.retrieve(x, W, randn(2, 2, 0, 8) if preset == "dot" else None))
+
+
+def keeps_its_past(model):
+    return not model.config.attn_window or model.config.features == "exp"
+
+
+@every_model
+@torch.no_grad()
+def test_state_size_is_constant(preset, more):
+    """Decoding must cost the same for ever: only full attention and exp features may keep their past."""
+    model, x = small(preset, **more), torch.randint(11, (1, 36))
+    sizes, state = [], None
+    for piece in x.split(12, 1):
+        _, state = model(piece, state)
+        sizes.append(sum(t.numel() for t in tensors(state)))
+    assert sizes[0] < sizes[1] < sizes[2] if keeps_its_past(model) else sizes[0] == sizes[1] == sizes[2]
+    for t in range(8):                                        # nor may a small view hold a large storage
+        _, state = model(x[:, t: t + 1], state)
+    if not keeps_its_past(model):
+        assert sum(t.untyped_storage().nbytes() for t in tensors(state)) < 20 * 4 * max(sizes[0], 1000)
+
+
+@every_preset
+def test_detach(preset):
+    """A detached state has the same values and no past, whatever its nesting: otherwise memory grows with the stream."""
+    model = small(preset)
+    _, state = model(torch.randint(11, (2, 9)))
+    cut = models.detach(state)
+    assert any(t.requires_grad for t in tensors(state)) and not any(t.requires_grad for t in tensors(cut))
+    for a, b in zip(tensors(state), tensors(cut), strict=True):
+        assert torch.equal(a, b)
+    model(torch.randint(11, (2, 3)), cut)[0].sum().backward()
+
+
+@every_preset
+@torch.no_grad()
+def test_autocast_keeps_the_memory_in_float32(preset):
+    """Under bfloat16 a keep of 0.999 is 1: fast weights and momentum stay float32, and the logits stay near."""
+    model, x = small(preset), torch.randint(11, (2, 13))
+    exact = model(x)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, state = model(x[:, :6])
+        more, state = model(x[:, 6:], state)
+    close(torch.cat([logits, more], 1).float(), exact, 0.05)
+    for inner in memories(state):
+        assert all(t.dtype == torch.float32 for t in tensors(inner))
+
+
+def learned(model):
+    """A few steps on a sequence of random tokens, so that the gates leave their starting values."""
+    x = torch.randint(11, (4, 65))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(10):
+        model.loss(x[:, :-1], x[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+STREAMS = [(preset, False) for preset in models.PRESETS]
+STREAMS += [(preset, True) for preset in ("titans", "omeganet", "atlas", "dot")]
+
+
+@pytest.mark.parametrize("preset, trained", STREAMS, ids=[p + "-trained" * t for p, t in STREAMS])
+@torch.no_grad()
+def test_long_streams_stay_bounded(preset, trained):
+    """20,000 tokens in float32 with the default chunk, one row of a single token, one of random ones: no NaN, no growth."""
+    model = models.build(preset, vocab_size=11, n_layer=1, n_head=2, n_embd=16)
+    if trained:
+        with torch.enable_grad():
+            learned(model)
+    state, x = None, torch.stack([torch.full((2000,), 3), torch.randint(11, (2000,))])
+    for _ in range(10 if not keeps_its_past(model) else 1):
+        logits, state = model(x, state)
+        assert logits.abs().max() < 100 and all(t.abs().max() < 1e4 for t in tensors(state) if t.numel())
+
+
+@pytest.mark.parametrize("preset", ["titans", "omeganet", "dot", "atlas++"])
+@torch.no_grad()
+def test_norm_keeps_wide_open_gates_bounded(preset):
+    """With the norm in the memory nothing blows up on a repeated token, whatever the gates: step 2 a chunk, momentum 0.95."""
+    model = models.build(preset, vocab_size=11, n_layer=1, n_head=2, n_embd=16, memory_norm=True)
+    model.blocks[0].mixer.gates.bias.data.fill_(3.0)
+    logits, state = model(torch.full((1, 2000), 3))
+    assert logits.abs().max() < 100 and all(t.abs().max() < 1e4 for t in tensors(state) if t.numel())
+
+
+@every_preset
+def test_generate(preset):
+    """Greedy text from the cached state is the text from reading everything again; the prompt counts, not its last token."""
+    model, x = shaken(small(preset)), torch.randint(11, (2, 7))
+    text = x
+    for token in model.generate(x, 12, temperature=0):
+        assert torch.equal(token, model(text)[0][:, -1].argmax(-1))
+        text = torch.cat([text, token[:, None]], 1)
+    assert text.shape == (2, 19) and not token.requires_grad
+
+
+def test_generate_is_reproducible():
+    """The same generator gives the same text, and different rows and seeds differ."""
+    model, x = small("atlas"), torch.zeros(2, 3, dtype=torch.long)
+    draw = lambda seed: torch.stack(list(model.generate(x, 20, generator=torch.Generator().manual_seed(seed))), 1)
+    assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2)) and not torch.equal(*draw(1))
+
+
+FILTERS = [                       # temperature, top_k, top_p -> tokens that may come from probabilities .1 .4 .2 .3
+    (1, 0, 1.0, {0, 1, 2, 3}), (1, 2, 1.0, {1, 3}), (1, 1, 1.0, {1}), (1, 9, 1.0, {0, 1, 2, 3}), (1, 0, 0.39, {1}),
+    (1, 0, 0.41, {1, 3}), (1, 0, 0.69, {1, 3}), (1, 0, 0.71, {1, 2, 3}), (1, 3, 0.5, {1, 3}), (0, 0, 1.0, {1}), (0.01, 0, 1.0, {1})]
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p, allowed", FILTERS, ids=str)
+def test_sample_filters(temperature, top_k, top_p, allowed):
+    """top_k and top_p keep exactly the tokens that they name, the one that crosses top_p included, whatever their order."""
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(2000, 4)
+    assert set(models.sample(logits, temperature, top_k, top_p).tolist()) == allowed
+
+
+def test_sample_probabilities():
+    """Temperature T draws from p^(1/T), and the filters renormalise."""
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(20000, 4)
+    count = lambda *args: models.sample(logits, *args).bincount(minlength=4) / 20000
+    p = torch.tensor([0.1, 0.4, 0.2, 0.3]) ** 2
+    close(count(0.5), p / p.sum(), 0.02)
+    close(count(1, 2), torch.tensor([0, 4 / 7, 0, 3 / 7]), 0.02)
+
+
+def test_loss_counts_what_it_should():
+    """Mean cross entropy in nats over targets that are not -100."""
+    model, x = small("atlas"), torch.randint(11, (2, 9))
+    y = torch.randint(11, (2, 9))
+    p = model(x)[0].log_softmax(-1).gather(-1, y[..., None])[..., 0]
+    close(model.loss(x, y), -p.mean(), 1e-6)
+    close(model.loss(x, torch.where(torch.arange(9) < 5, y, -100)), -p[:, :5].mean(), 1e-6)
+
+
+def test_bad_configurations():
+    """Each mistake is one clear line that names the flag or the choices."""
+    for call, word in [(lambda: models.build("altas"), "atlas"), (lambda: models.build("atlas", windw=3), "windw"),
+                       (lambda: models.build("atlas", window=0), "window"), (lambda: models.build("atlas", memory="cubic"), "gated"),
+                       (lambda: models.build("atlas", n_head=3, n_embd=16, head_dim=0), "n-head")]:
+        with pytest.raises(ValueError, match=word) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# data.py
+
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("the network\nis blocked")
+    for name in ("socket", "create_connection", "getaddrinfo"):
+        monkeypatch.setattr(socket, name, refuse)
+
+
+def fake_shakespeare(monkeypatch, body, served):
+    """Let `body` be tiny Shakespeare and `served` what the net gives."""
+    monkeypatch.setattr(data, "SHAKESPEARE_SHA256", hashlib.sha256(body).hexdigest())
+    monkeypatch.setattr(data, "SHAKESPEARE_BYTES", len(body))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(served))
+
+
+def fake_gpt2(monkeypatch):
+    """A small encoding under GPT-2's name: 256 bytes, two merges, one special token."""
+    ranks = {bytes([b]): b for b in range(256)} | {b"th": 256, b"the": 257}
+    bpe = tiktoken.Encoding("gpt2", pat_str=data.GPT2_PATTERN, mergeable_ranks=ranks,
+                            special_tokens={"<|endoftext|>": 258})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: bpe)
+
+
+def user_error(call, *args, **kwargs):
+    """The message of the UserError that the call must raise: one line."""
+    with pytest.raises(data.UserError) as caught:
+        call(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- text
+
+def test_shakespeare_found(tmp_path, monkeypatch):
+    """A file that is there must be used without asking the network, and only when it is the right one."""
+    fake_shakespeare(monkeypatch, b"To be", b"")
+    no_network(monkeypatch)
+    (tmp_path / "shakespeare.txt").write_bytes(b"To be")
+    assert data.load_text("shakespeare", tmp_path) == ("To be", "shakespeare")
+    (tmp_path / "shakespeare.txt").write_bytes(b"To bee")
+    message = user_error(data.load_text, "shakespeare", tmp_path)
+    assert "sha256" in message and "delete" in message and str(tmp_path / "shakespeare.txt") in message
+    assert (tmp_path / "shakespeare.txt").read_bytes() == b"To bee"         # nothing overwritten
+
+
+def test_shakespeare_download(tmp_path, monkeypatch):
+    """A download must be kept whole, under its final name only, and not be repeated."""
+    fake_shakespeare(monkeypatch, b"To be", b"To be")
+    assert data.load_text("shakespeare", tmp_path / "new") == ("To be", "shakespeare")
+    assert os.listdir(tmp_path / "new") == ["shakespeare.txt"]
+    no_network(monkeypatch)
+    monkeypatch.setattr(urllib.request, "urlopen", None)
+    assert data.load_text("shakespeare", tmp_path / "new") == ("To be", "shakespeare")
+
+
+def test_shakespeare_folder_not_writable(tmp_path, monkeypatch, capsys):
+    """A folder that cannot be written (here a file in its place) must not stop a run that has its text."""
+    fake_shakespeare(monkeypatch, b"To be", b"To be")
+    (tmp_path / "file").write_text("")
+    assert data.load_text("shakespeare", tmp_path / "file") == ("To be", "shakespeare")
+    assert "could not keep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("served", [b"<html>log in to this hotel</html>", b"To bee or not", b""])
+def test_shakespeare_wrong_download(tmp_path, monkeypatch, capsys, served):
+    """nanoGPT would train on a 404 page or on a half download; we must neither use nor keep it."""
+    fake_shakespeare(monkeypatch, b"To be", served)
+    assert data.load_text("shakespeare", tmp_path)[1] == "pydoc"
+    assert os.listdir(tmp_path) == [] and "sha256" in capsys.readouterr().err
+
+
+def test_shakespeare_cut_off_while_writing(tmp_path, monkeypatch):
+    """A crash between writing and renaming must leave no half file under the final name, and no rubbish."""
+    monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        data._save(tmp_path / "shakespeare.txt", b"To be")
+    assert os.listdir(tmp_path) == []
+
+
+def test_shakespeare_offline(tmp_path, monkeypatch, capsys):
+    """Without network the first command must still work, in seconds, and say in one line what it used instead."""
+    no_network(monkeypatch)
+    start = time.time()
+    text, used = data.load_text("shakespeare", tmp_path)
+    out, err = capsys.readouterr()
+    assert used == "pydoc" and text == data.load_text("pydoc")[0] and len(text) > 100_000
+    assert out == "" and err.count("\n") == 1 and "pydoc" in err and "shakespeare.txt" in err
+    assert time.time() - start < 2 and os.listdir(tmp_path) == []
+
+
+def test_shakespeare_request_is_safe(monkeypatch):
+    """The request must be https and have a timeout, the answer a size cap: no hang, no full memory."""
+    asked = {}
+
+    class Endless(io.BytesIO):
+        def read(self, n=-1):
+            asked["n"] = n
+            return b"x" * n
+
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: asked.update(url=url, t=timeout) or Endless())
+    with pytest.raises(ValueError):
+        data._download()
+    assert asked["url"].startswith("https://") and 0 < asked["t"] <= 10 and 1_115_394 < asked["n"] < 2_000_000
+
+
+def test_data_folder_is_beside_the_code(tmp_path, monkeypatch, capsys):
+    """From another working directory the same data/ must be found (not ./data)."""
+    fake_shakespeare(monkeypatch, b"To be", b"To be")
+    monkeypatch.setattr(data, "__file__", str(tmp_path / "repository" / "data.py"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    data.load_text("shakespeare")
+    assert (tmp_path / "repository" / "data" / "shakespeare.txt").read_bytes() == b"To be"
+    assert os.listdir(tmp_path / "elsewhere") == []
+
+
+def test_pydoc_is_deterministic(monkeypatch):
+    """The fall-back text must not depend on the order of a dict: a resumed run would continue on another text."""
+    text, used = data.load_text("pydoc")
+    assert used == "pydoc" and len(text) > 100_000
+    monkeypatch.setattr(topics, "topics", dict(reversed(topics.topics.items())))
+    assert data.load_text("pydoc")[0] == text
+
+
+def test_text_file(tmp_path):
+    """A byte order mark must not become a character of the vocabulary; everything else must come back as it is."""
+    text = "a\r\n\tb\x00 \u00e9 \u4e2d \U0001f600 <|endoftext|>" + "x" * 100_000
+    path = tmp_path / "with space \u00e9.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert data.load_text(str(path)) == (text, str(path))
+    assert data.load_text(path)[0] == text                                  # a Path serves too
+
+
+def test_text_folder(tmp_path):
+    """All .txt files of all levels, ordered by path and not by the file system, and nothing else."""
+    for name, body in [("b.txt", "B"), ("a/z.txt", "AZ"), ("c.txt", "\ufeffC"), ("notes.md", "no"), ("B.txt", "0")]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(body, encoding="utf-8")
+    (tmp_path / "d.txt").mkdir()
+    os.mkfifo(tmp_path / "e.txt")
+    assert data.load_text(str(tmp_path)) == ("0\nAZ\nB\nC", str(tmp_path))
+
+
+def test_text_mistakes(tmp_path):
+    """Each of these must be one line that names the fault and the file; a FIFO must not hang."""
+    def message(body=None, name="f.txt"):
+        if body is not None:
+            (tmp_path / name).write_bytes(body)
+        return user_error(data.load_text, str(tmp_path / name))
+
+    assert "no such file" in message(name="missing.txt") and "--data takes" in message(name="missing.txt")
+    assert "no such file" in message(name="f/../g") and "no such file" in user_error(data.load_text, "")
+    for nothing in (b"", b"\n\n", b"\xef\xbb\xbf"):
+        assert "empty" in message(nothing) and "f.txt" in message(nothing)
+    assert "no such file" in message(name="f.txt/below")
+    assert "byte 0xe9 at offset 3" in message(b"caf\xe9!") and "latin1" in message(b"caf\xe9!")
+    assert "offset 6" in message(b"\xef\xbb\xbfabc\xff")                    # counted in the file, its mark included
+    assert "offset 0" in message("abc".encode("utf-16")) and "iconv -f utf-16" in message("abc".encode("utf-16"))
+    os.mkfifo(tmp_path / "fifo")
+    assert "regular file" in message(name="fifo") and "regular file" in user_error(data.load_text, os.devnull)
+    (tmp_path / "folder").mkdir()
+    assert ".txt" in message(name="folder")
+    (tmp_path / "folder" / "a.txt").write_text("")
+    assert "empty" in message(name="folder")
+    (tmp_path / "folder" / "b.txt").write_bytes(b"\xff")
+    assert "b.txt" in message(name="folder")                                # the file, not only the folder
+    assert "cannot read" in message(name="x" * 300)
+
+
+def test_text_unreadable(tmp_path, monkeypatch):
+    """A file without permission is a message, not a traceback (simulated: root may read everything)."""
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+    (tmp_path / "f.txt").write_text("x")
+    monkeypatch.setattr(data.Path, "read_bytes", refuse)
+    assert "Permission denied" in user_error(data.load_text, str(tmp_path / "f.txt"))
+
+
+# ---- tokenizers
+
+TEXT = "To be, or not to be:\n\u00e9\u4e2d\U0001f600 the <|endoftext|> the end.  the\n"
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "gpt2"])
+def test_tokenizer_round_trip(monkeypatch, kind):
+    """Text to ids and back must be exact, through a checkpoint too, offline: a sample needs its own vocabulary."""
+    fake_gpt2(monkeypatch)
+    t = data.make_tokenizer(kind, TEXT)
+    ids = t.encode(TEXT)
+    assert ids.dtype == np.int64 and 0 <= ids.min() and ids.max() < t.vocab_size
+    assert t.kind == kind and t.vocab_size == {"char": len(set(TEXT)), "byte": 256, "gpt2": 259}[kind]
+    monkeypatch.setattr(tiktoken, "get_encoding", None)
+    file = io.BytesIO()
+    torch.save(t.state(), file)
+    file.seek(0)
+    again = data.tokenizer_from_state(torch.load(file, weights_only=True))
+    assert again.kind == kind and again.state() == t.state() and np.array_equal(again.encode(TEXT), ids)
+    for form in (ids, ids.tolist(), torch.tensor(ids), ids.astype(np.uint16)):
+        assert t.decode(form) == again.decode(form) == TEXT
+    assert t.bytes_in(ids) == len(TEXT.encode()) and t.bytes_in([]) == 0
+    assert t.decode([]) == "" and len(t.encode("")) == 0 and t.encode("").dtype == np.int64
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "gpt2"])
+def test_tokenizer_stream(monkeypatch, kind):
+    """Printed token by token, a character of several bytes must come out whole, not as U+FFFD, and only once."""
+    fake_gpt2(monkeypatch)
+    t = data.make_tokenizer(kind, TEXT)
+    feed, pieces = t.stream(), []
+    for i in torch.tensor(t.encode(TEXT)):
+        pieces.append(feed(i))
+    assert "".join(pieces) + feed(final=True) == TEXT and max(map(len, pieces)) <= 3
+    if kind == "byte":
+        assert [feed(b) for b in "\u00e9".encode()] == ["", "\u00e9"]
+        other = t.stream()
+        assert feed([0xC3]) == "" and other(0x41) == "A"                    # two streams do not share what they hold
+        assert feed(final=True) == "\ufffd" and feed(0x41) == "A"
+        assert t.decode([0xC3, 0x41]) == "\ufffdA"
+
+
+def test_char_vocabulary():
+    """Ids must follow the sorted characters, as nanoGPT's, and not the order of a hash."""
+    t = data.make_tokenizer("char", "hello\n")
+    assert t.encode("\nehlo").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_char_outside_vocabulary():
+    """An unknown character must be named; below, between and far beyond the known ones none may pass for another."""
+    t = data.make_tokenizer("char", "bd")
+    for bad in ("a", "c", "e", "\u4e2d", "\U0010ffff", "\udcff"):
+        message = user_error(t.encode, "bd" + bad)
+        assert repr(bad) in message and "--tokenizer byte" in message
+    message = user_error(t.encode, "zyzxy")
+    assert "'z' 'y' 'x'" in message and "'d'" not in message and "2 characters" in message
+    message = user_error(t.encode, "acefghijklmnop")
+    assert "'k' 'l' and 4 more" in message and "'m'" not in message         # a wrong file is not printed whole
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2"])
+def test_half_surrogate(monkeypatch, kind):
+    """A prompt from a command line in another encoding holds half surrogates: a message, no traceback, no U+FFFD."""
+    fake_gpt2(monkeypatch)
+    assert "character 1" in user_error(data.make_tokenizer(kind, TEXT).encode, "a\udce9")
+
+
+def test_ids_out_of_range():
+    """-1 must not decode to the last character, nor a padded vocabulary's id to anything."""
+    t = data.make_tokenizer("char", "abc")
+    for ids in ([-1], [0, 3]):
+        for call in (t.decode, t.bytes_in, t.stream()):
+            with pytest.raises(ValueError):
+                call(ids)
+
+
+def test_char_encode_is_fast():
+    """A megabyte must not be encoded character by character (a dict lookup each takes ten times this long)."""
+    text = "".join(map(chr, range(32, 97))) * 17_000
+    t = data.make_tokenizer("char", text)
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        t.encode(text)
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 0.3
+
+
+def test_gpt2_is_gpt2s(monkeypatch, capsys):
+    """Ids must be tiktoken's own, whole words merged; the download is announced on stderr before it starts."""
+    fake_gpt2(monkeypatch)
+    real = tiktoken.get_encoding("gpt2")
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: capsys.readouterr().err.count("\n") == 1 and real)
+    t = data.make_tokenizer("gpt2", "")
+    assert t.encode(TEXT).tolist() == real.encode_ordinary(TEXT)
+    assert t.encode("the").tolist() == [257] and t.decode([258]) == "<|endoftext|>"
+
+
+def test_gpt2_cannot_be_had(monkeypatch):
+    """Without network, with a broken cache, or without tiktoken: the remedy in one line, no silent change of kind."""
+    no_network(monkeypatch)
+    monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    tiktoken.registry.ENCODINGS.pop("gpt2", None)
+    message = user_error(data.make_tokenizer, "gpt2", TEXT)
+    assert "TIKTOKEN_CACHE_DIR" in message and "--tokenizer byte" in message
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: (_ for _ in ()).throw(ValueError("Hash mismatch")))
+    assert "TIKTOKEN_CACHE_DIR" in user_error(data.make_tokenizer, "gpt2", TEXT)
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    assert "pip install tiktoken" in user_error(data.make_tokenizer, "gpt2", TEXT)
+
+
+def test_tokenizer_mistakes():
+    """An unknown kind lists the kinds; a text without characters makes no vocabulary."""
+    assert "char, byte, gpt2" in user_error(data.make_tokenizer, "bpe", TEXT)
+    assert "empty" in user_error(data.make_tokenizer, "char", "")
+
+
+@pytest.mark.parametrize("state", [
+    None, [], {}, {"kind": "char"}, {"kind": "word", "tokens": [b"a"]}, {"kind": "char", "tokens": []},
+    {"kind": "char", "tokens": None}, {"kind": "char", "tokens": ["a"]}, {"kind": "char", "tokens": [b"a", b"a"]},
+    {"kind": "char", "tokens": [b"ab"]}, {"kind": "char", "tokens": [b"\xff"]}, {"kind": "char", "tokens": [b""]},
+    {"kind": ["char"], "tokens": [b"a"]},
+    {"kind": "byte", "tokens": [b"a"]}, {"kind": "byte", "tokens": [bytes([b]) for b in range(255, -1, -1)]},
+    {"kind": "gpt2", "tokens": []},
+    {"kind": "gpt2", "tokens": [b"a", b"b", b"<|endoftext|>"]}, {"kind": "gpt2", "tokens": data.EVERY_BYTE}])
+def test_damaged_tokenizer_state(state):
+    """A hostile checkpoint must be refused at once; without all bytes tiktoken would panic past `except Exception`."""
+    assert "damaged" in user_error(data.tokenizer_from_state, state)
+
+
+# ---- batches
+
+def test_split():
+    """90 % and 10 % by tokens, nothing lost, nothing shared: nanoGPT's figures on tiny Shakespeare."""
+    train, val = data.split(np.arange(1_115_394))
+    assert len(train) == 1_003_854 and len(val) == 111_540 and val[0] == 1_003_854
+
+
+def test_too_short():
+    """A short text must name the length it needs, and that length must do."""
+    for n, T in [(10, 1), (500, 64), (640, 64), (0, 1)]:
+        message = user_error(data.split, np.zeros(n, dtype=int), T)
+        assert f"it has {n} tokens" in message and f"needs {10 * T + 1}" in message and f"--seq-len {T}" in message
+    assert "--seq-len 49 at most" in user_error(data.split, np.zeros(500), 64) and data.split(np.zeros(500), 49)
+    assert "at most" not in user_error(data.split, np.zeros(5), 64)
+    train, val = data.split(np.zeros(641, dtype=int), 64)
+    assert data.batch(val, 0, 0, 2, 64)[0].shape == (2, 64) and data.batch(train, 0, 0, 2, 64)
+    assert "needs 65" in user_error(data.batch, val[:64], 0, 0, 2, 64)
+    assert "2 tokens" in user_error(lambda: list(data.windows([1], 4, 2)))
+
+
+def test_batch():
+    """y must be x one token later; every start from the first to the last possible one must occur, and no other."""
+    x, y = data.batch(np.arange(100, 120, dtype=np.uint8), seed=1, step=0, batch_size=2000, seq_len=16)
+    assert x.shape == y.shape == (2000, 16) and x.dtype == y.dtype == torch.int64
+    assert x.is_contiguous() and y.is_contiguous()
+    assert torch.equal(x[:, 1:], y[:, :-1]) and torch.equal(y, x + 1)
+    assert x[:, 0].unique().tolist() == [100, 101, 102, 103] and y.max() == 119
+    assert x[:, 0].bincount()[100:].min() > 400                              # and evenly: 500 each, sigma 19
+
+
+def test_batch_is_a_function_of_seed_and_step():
+    """Exact resume: the batch of a step may not depend on earlier batches or on torch's or numpy's global state."""
+    ids = torch.arange(10_000)
+    batches = {key: data.batch(ids, *key, 4, 8)[0] for key in [(0, 0), (0, 1), (1, 0), (1, 1), (-1, 0), (2**63, 7)]}
+    torch.manual_seed(5)
+    np.random.seed(5)
+    before = torch.get_rng_state()
+    for key, x in batches.items():
+        assert torch.equal(x, data.batch(ids, *key, 4, 8)[0])
+    assert torch.equal(before, torch.get_rng_state())                        # dropout's draws stay where they were
+    assert len({tuple(x[:, 0].tolist()) for x in batches.values()}) == len(batches)
+
+
+@pytest.mark.parametrize("n, T, B", [(100, 8, 3), (97, 8, 4), (98, 8, 4), (9, 8, 4), (8, 8, 4), (2, 8, 4), (3, 1, 1)])
+def test_windows_cover_everything_once(n, T, B):
+    """Each token but the first must be a target exactly once; a dropped tail would flatter or spoil the full loss."""
+    seen = []
+    for x, y in data.windows(np.arange(n, dtype=np.uint8), T, B):
+        assert x.shape == y.shape and x.shape[0] <= B and x.shape[1] <= T and torch.equal(y, x + 1) and x.numel()
+        assert x.dtype == y.dtype == torch.int64
+        seen += y.reshape(-1).tolist()
+    assert seen == list(range(1, n))
+    shapes = [x.shape for x, _ in data.windows(torch.arange(n), T, B)]
+    assert all(s[1] == T for s in shapes[:-1]) and sum(s[1] < T for s in shapes) == ((n - 1) % T > 0)
+
+
+# ---- synthetic tasks
+
+def test_mqar_is_as_drawn():
+    """The example in the docstring must be what the call written above it gives."""
+    drawn = data.mqar.__doc__
+    rows = [list(map(int, re.search(rf"{name} +((-?\d+ *)+)\n", drawn)[1].split())) for name in ("tokens", "targets")]
+    call = re.search(r"mqar\(1, n_pairs=(\d+), n_queries=(\d+), vocab=(\d+), seq_len=(\d+), .*seed\((\d+)\)", drawn)
+    *sizes, seed = map(int, call.groups())
+    made = data.mqar(1, *sizes, generator=torch.Generator().manual_seed(seed))
+    assert [t.tolist() for t in made] == [[row] for row in rows]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 16, 16), (8, 3, 64, 41), (1, 1, 4, 4), (16, 16, 8192, 256)])
+def test_mqar_is_answerable(sizes):
+    """A lookup table must answer all, and only the drawn number: a key drawn twice would make two answers right."""
+    n_pairs, n_queries, vocab, T = sizes
+    tokens, targets = data.mqar(32, *sizes, torch.Generator().manual_seed(0))
+    assert tokens.shape == targets.shape == (32, T) and tokens.dtype == targets.dtype == torch.int64
+    for row, answers in zip(tokens.tolist(), targets.tolist()):
+        keys, values = row[0:2 * n_pairs:2], row[1:2 * n_pairs:2]
+        table = dict(zip(keys, values))
+        assert len(table) == len(set(values)) == n_pairs
+        assert all(1 <= k < vocab // 2 for k in keys) and all(vocab // 2 <= v < vocab for v in values)
+        assert answers[:2 * n_pairs] == [-100] * (2 * n_pairs)
+        rest = list(zip(row, answers))[2 * n_pairs:]
+        asked = [key for key, _ in rest if key]
+        assert all(a == table[key] if key else a == -100 for key, a in rest)
+        assert len(asked) == len(set(asked)) == n_queries
+        assert all(key == 0 for key, _ in rest[1::2])
+
+
+def test_mqar_distribution():
+    """Which key, value and pair must be uniform, the gap a power law of exponent -0.99: else it is another task."""
+    tokens, targets = data.mqar(20_000, 2, 1, 10, 14, torch.Generator().manual_seed(0))
+    for column, low, high in [(0, 1, 5), (2, 1, 5), (1, 5, 10), (3, 5, 10)]:
+        share = tokens[:, column].bincount(minlength=10)[low:high] / 20_000
+        assert (share - 1 / (high - low)).abs().max() < 0.015
+    place = (targets >= 0).int().argmax(1)
+    assert abs((tokens.gather(1, place[:, None])[:, 0] == tokens[:, 0]).double().mean() - 0.5) < 0.015
+    share = place.bincount(minlength=14)[4::2] / 20_000
+    law = torch.arange(1, 6) ** -0.99
+    assert (share - law / law.sum()).abs().max() < 0.015
+
+
+def test_mqar_seed():
+    """Same generator state, same rows; the global generator must stay out of it."""
+    one, two, three = (data.mqar(4, 4, 2, 32, 16, torch.Generator().manual_seed(s))[0] for s in (1, 1, 2))
+    assert torch.equal(one, two) and not torch.equal(one, three)
+
+
+@pytest.mark.parametrize("sizes", [(4, 5, 32, 64), (4, 4, 8, 64), (4, 4, 32, 15), (0, 0, 8, 8), (4, 0, 32, 64)])
+def test_mqar_sizes_that_do_not_fit(sizes):
+    """Sizes without room must be named, not end in a scatter or topk error."""
+    message = user_error(data.mqar, 2, *sizes, torch.Generator())
+    assert f"n_pairs {sizes[0]}" in message and f"seq_len {sizes[3]}" in message
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# train.py and sample.py
+
+HERE = Path(train.__file__).resolve().parent
+NET = "--n-layer 1 --n-embd 16 --n-head 2 --head-dim 8 --chunk 8 --window 3 --muon-every 8".split()
+torch.set_num_threads(1)
+RUN = ("--device cpu --threads 1 --seq-len 16 --batch-size 2 --sample-tokens 5 --log-every 3 --eval-every 4 "
+       "--eval-windows 4").split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A text of 3000 characters in which some words return."""
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    picks = torch.randint(8, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
+    words = "to be or not that is the question".split()
+    path.write_text("".join(words[i] + (" " if i else "\n") for i in picks)[:3000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory):
+    """The folder of a finished run of 12 steps."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    assert go(text, out, "--steps", 12) == 0
+    return out
+
+
+@pytest.fixture
+def copy(trained, tmp_path):
+    """The same, to break."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def go(text, out, *flags):
+    return train.main([*NET, *RUN, "--data", str(text), "--out", str(out), *map(str, flags)])
+
+
+def refused(capsys, main, *argv, code=2):
+    """Run main; it must end with this exit code and exactly one line on stderr, which is returned."""
+    try:
+        got = main([str(a) for a in argv])
+    except SystemExit as stop:
+        got = stop.code
+    err = capsys.readouterr().err
+    assert got == code and err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err, (got, err)
+    return err
+
+
+def contents(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def same(a, b):
+    """Bit equality of nested dicts, lists and tensors."""
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def rows(out, *columns):
+    return [tuple(row[c] for c in columns) for row in csv.DictReader((out / "log.csv").open())]
+
+
+# ---- settings and flags
+
+def test_flags_do_not_collide():
+    """A field in both dataclasses would be one flag for two settings; a --no-x would hide behind the switch of x."""
+    a, b = ({f.name for f in fields(cls)} for cls in (train.TrainConfig, models.Config))
+    assert not a & b
+    assert not {"no_" + name for name in a | b} & (a | b)
+    assert train.FREE <= a and set(train.TRAIN_SIZES) == set(models.SIZES)
+
+
+def test_every_field_is_a_flag_and_help_lists_it_with_its_default(capsys):
+    """A store_true flag with default True cannot be turned off; a field without a flag cannot be set."""
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and "Precedence" not in text.split("the run:")[0]
+    for cls in (train.TrainConfig, models.Config):
+        for f in fields(cls):
+            if f.name == "vocab_size":
+                continue
+            assert train.flag(f.name) + " " in text.replace(",", " ").replace("\n", " ") and f.metadata["help"], f.name
+            if type(f.default) is bool:
+                name = train.flag(f.name)
+                assert train.parse([name]) == {f.name: True} and train.parse(["--no" + name[1:]]) == {f.name: False}
+            else:
+                assert train.parse([train.flag(f.name), str(f.default)]) == {f.name: f.default}
+
+
+def test_precedence_is_defaults_then_size_then_model_then_flags(monkeypatch):
+    """A preset that wins over a flag, or a size that undoes what makes the model, trains another network than was asked for."""
+    monkeypatch.setitem(models.PRESETS, "omeganet", dict(n_layer=3, window=5, chunk=7))
+    monkeypatch.setitem(models.SIZES, "baby", dict(n_layer=2, window=6))
+    monkeypatch.setitem(train.TRAIN_SIZES, "baby", dict(steps=77, lr=0.5))
+    tc, config = train.settings(train.parse("--model omeganet --size baby --window 9 --lr 0.25".split()))
+    assert (config.chunk, config.n_layer, config.window, config.n_embd) == (7, 3, 9, models.Config.n_embd)
+    assert (tc.steps, tc.lr, tc.seq_len) == (77, 0.25, train.TrainConfig.seq_len)
+    assert train.settings({"device": "cpu"})[0].size == "tiny"
+
+
+def test_every_size_and_preset_resolves():
+    """A size or preset with a misspelt or invalid field would fail only for the one who asks for it."""
+    for size in models.SIZES:
+        for model in models.PRESETS:
+            tc, config = train.settings(dict(size=size, model=model))
+            assert tc.size == size and tc.warmup <= tc.steps
+
+
+def test_default_warmup_fits_a_short_run_and_an_explicit_one_is_checked(capsys):
+    """`--steps 10` with a default warmup of 20 would never reach its learning rate."""
+    assert train.settings(dict(steps=10))[0].warmup == 1
+    assert "--warmup" in refused(capsys, train.main, "--steps", 10, "--warmup", 11)
+
+
+@pytest.mark.parametrize("argv, word", [
+    ("--widnow 3", "--widnow"), ("--win 3", "--win"), ("--model atals", "atals"), ("--steps 1.5", "1.5"),
+    ("--steps 0", "--steps"), ("--lr nan", "--lr"), ("--lr inf", "--lr"), ("--batch-size -1", "--batch-size"),
+    ("stray", "stray"), ("--n-embd 9 --n-head 4 --head-dim 0", "n-embd"), ("--window 0", "window"),
+    ("--muon maybe", "maybe"), ("--decay-frac 2", "--decay-frac"), ("--vocab-size 5", "--vocab-size")])
+def test_wrong_flags_are_refused(argv, word, capsys, tmp_path, monkeypatch):
+    """A typo that is ignored trains the wrong model for hours; a wrong value must not leave a folder behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "load_text", None)
+    assert word in refused(capsys, train.main, *argv.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["cuda", "mps"])
+def test_device_that_is_not_there(name, capsys, trained, tmp_path, monkeypatch):
+    """torch's own words for it are an AssertionError with a traceback."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert f"--device {name}" in refused(capsys, train.main, "--device", name, "--out", tmp_path / "x")
+    assert f"--device {name}" in refused(capsys, sample.main, "--device", name, "--ckpt", trained)
+    assert train.pick_device("auto").type == "cpu" and not (tmp_path / "x").exists()
+
+
+# ---- data and output folder
+
+def test_bad_texts_are_refused_and_nothing_is_overwritten(copy, tmp_path, capsys):
+    """A short, empty, missing or non-UTF-8 text must fail before the earlier run in the folder is touched."""
+    before = contents(copy)
+    cases = {"short": b"to be or not", "empty": b"", "latin1": "caf\xe9".encode("latin1") * 100}
+    for name, raw in cases.items():
+        (tmp_path / name).write_bytes(raw)
+    said = {name: refused(capsys, train.main, *NET, *RUN, "--out", copy, "--data", tmp_path / name)
+            for name in (*cases, "missing")}
+    assert "--seq-len 16" in said["short"] and "not UTF-8" in said["latin1"] and len(set(said.values())) == 4
+    assert contents(copy) == before
+
+
+def test_out_that_cannot_be_written_fails_before_the_first_step(text, tmp_path, capsys, monkeypatch):
+    """Otherwise the run dies at its first checkpoint, with the work of all steps before it."""
+    monkeypatch.setattr(train, "train_step", None)
+    (tmp_path / "file").write_text("keep me")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert "--out" in refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", out)
+    assert (tmp_path / "file").read_text() == "keep me"
+
+    def readonly(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(train.tempfile, "TemporaryFile", readonly)         # chmod would not stop root
+    assert "Permission denied" in refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", tmp_path / "ro")
+
+
+def test_a_new_run_moves_an_earlier_one_aside(text, copy, capsys):
+    """The second `python train.py` must work, and must not destroy the result of the first."""
+    before = contents(copy)
+    for n in (1, 2):
+        assert go(text, copy, "--steps", 1, "--seed", n) == 0
+    assert f"it is now in {copy / 'old-2'}" in capsys.readouterr().out
+    assert contents(copy / "old-1") == before
+    assert [train.load_checkpoint(folder)["train"]["seed"] for folder in (copy / "old-2", copy)] == [1, 2]
+
+
+# ---- the run
+
+def test_a_run_prints_and_logs_what_it_did(text, tmp_path, capsys):
+    """The figures a reader compares: what was trained on what, progress, whole-split loss, and a log that agrees."""
+    assert go(text, tmp_path / "out", "--steps", 8) == 0
+    said = capsys.readouterr().out
+    ckpt = train.load_checkpoint(tmp_path / "out" / "ckpt.pt")
+    model, tokenizer = train.rebuild(ckpt)
+    val = data.split(tokenizer.encode(text.read_text()), 16)[1]
+    full = train.evaluate(train.rebuild(train.load_checkpoint(tmp_path / "out"))[0], val, 16, 2)
+    last = said.strip().splitlines()[-1]
+    assert str(text) in last and f"{full:.4f} nats" in last and f"{full / math.log(2):.4f} bits" in last
+    for part in (f"{model.num_params():,} parameters", "n_embd 16", "batch_size 2", "tokens/s", "eta", "grad norm",
+                 "peak memory", "bits/byte", "memory carried", "cpu", "float32"):
+        assert part in said, part
+    assert [r[0] for r in rows(tmp_path / "out", "step")] == ["1", "3", "4", "6", "8"]
+    assert [bool(r[0]) for r in rows(tmp_path / "out", "val")] == [False, False, True, False, True]
+    assert min(float(r[0]) for r in rows(tmp_path / "out", "val") if r[0]) == pytest.approx(ckpt["best"], abs=1e-6)
+    assert ckpt["data"]["used"] == str(text) and ckpt["preset"] == "atlas" and ckpt["step"] == 8
+
+
+def test_the_loss_falls(text, tmp_path):
+    """An optimizer that is never stepped, or steps uphill, passes every other test of this file."""
+    assert go(text, tmp_path / "out", "--steps", 30, "--optimizer", "muon", "--decay-frac", "0.5") == 0
+    loss = [float(r[0]) for r in rows(tmp_path / "out", "loss")]
+    assert loss[-1] < loss[0] - 0.3
+
+
+def test_lr_schedule_by_hand():
+    """Off by one, a warmup begins at 0 (a wasted step) or the decay ends above it."""
+    tc = train.TrainConfig(steps=10, warmup=4, decay_frac=0.5)
+    expect = [0.25, 0.5, 0.75, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]
+    assert [train.lr_scale(i, tc) for i in range(10)] == pytest.approx(expect)
+    assert train.lr_scale(10, tc) == 0 and train.lr_scale(9, replace(tc, decay_frac=0.0)) == 1
+    assert [train.lr_scale(i, replace(tc, warmup=0, decay_frac=1.0)) for i in (0, 5)] == [1, 0.5]
+
+
+def test_bfloat16_stays_near_float32(text, tmp_path):
+    """Autocast that reaches the memory, or the loss, moves the result by more than rounding."""
+    for name in ("float32", "bfloat16"):
+        assert go(text, tmp_path / name, "--steps", 4, "--dtype", name) == 0
+    a, b = (float(rows(tmp_path / name, "val")[-1][0]) for name in ("float32", "bfloat16"))
+    assert a != b and a == pytest.approx(b, rel=0.02)
+
+
+class Recorder:
+    """An optimizer that only notes the gradients it is given."""
+    def __init__(self, model):
+        self.model, self.param_groups, self.seen = model, [{}], None
+
+    def step(self):
+        self.seen = torch.cat([p.grad.flatten() for p in self.model.parameters()])
+
+    def zero_grad(self):
+        self.model.zero_grad()
+
+
+def tiny_model(preset="atlas", **more):
+    torch.manual_seed(0)
+    size = dict(vocab_size=20, n_layer=1, n_embd=16, n_head=2, head_dim=8, chunk=8, window=3, muon_every=8)
+    return models.build(preset, **{**size, **more})
+
+
+def test_gradient_is_of_the_whole_batch_and_clipped_after_its_norm_was_taken():
+    """Accumulation that forgets to divide, or clips each part, changes the run; a norm after clipping says little."""
+    ids, cpu = torch.randint(20, (200,), generator=torch.Generator().manual_seed(0)), torch.device("cpu")
+    tc = train.TrainConfig(batch_size=4, seq_len=16, warmup=0, grad_clip=0.0)
+    model = tiny_model()
+    whole, parts, clipped = (Recorder(model) for _ in range(3))
+    loss, norm = train.train_step(model, [whole], tc, ids, 0, cpu, torch.float32)
+    x, y = data.batch(ids, tc.seed, 0, 4, 16)
+    assert loss == pytest.approx(model.loss(x, y).item(), rel=1e-6)
+    assert norm == pytest.approx(whole.seen.norm().item(), rel=1e-5)
+    loss2, norm2 = train.train_step(model, [parts], replace(tc, batch_size=2, grad_accum=2), ids, 0, cpu, torch.float32)
+    assert (loss2, norm2) == pytest.approx((loss, norm), rel=1e-5) and torch.allclose(whole.seen, parts.seen, atol=1e-6)
+    assert train.train_step(model, [clipped], replace(tc, grad_clip=norm / 4), ids, 0, cpu, torch.float32)[1] == norm
+    assert clipped.seen.norm().item() == pytest.approx(norm / 4, rel=1e-4)
+    assert whole.param_groups[0]["lr"] == tc.lr
+
+
+@pytest.mark.parametrize("preset", ["atlas", "transformer"])
+def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay(preset):
+    """A parameter that no optimizer holds never learns; Muon is not for embeddings, nor for the starts of memories."""
+    model = tiny_model(preset)
+    name = {id(p): n for n, p in model.named_parameters()}
+    for kind, count in (("adamw", 1), ("muon", 2)):
+        optimizers = train.make_optimizers(model, train.TrainConfig(optimizer=kind, weight_decay=0.1))
+        groups = [(type(o).__name__, g) for o in optimizers for g in o.param_groups]
+        held = [name[id(p)] for _, g in groups for p in g["params"]]
+        assert len(optimizers) == count and sorted(held) == sorted(name.values())
+        hidden = {name[id(p)] for kind, g in groups for p in g["params"] if g["weight_decay"] or kind == "Muon"}
+        assert not any(w in n for n in hidden for w in ("embed", "head", "norm", "gates", "M0", "conv", "bias"))
+        assert {n for n, p in model.named_parameters() if n.endswith("out.weight")} <= hidden
+        if kind == "muon":
+            assert hidden == {name[id(p)] for o, g in groups if o == "Muon" for p in g["params"]}
+
+
+def test_evaluate_is_the_mean_over_all_tokens_and_leaves_no_trace():
+    """A mean of batch means weighs the ragged last window wrongly; a validation that draws random numbers, or leaves
+    eval mode on, makes the training depend on --eval-every."""
+    model = tiny_model(dropout=0.5).train()
+    ids = torch.randint(20, (16 * 5 + 8,), generator=torch.Generator().manual_seed(1))
+    rng = torch.get_rng_state()
+    reset, carried = train.evaluate(model, ids, 16, 2), train.evaluate(model, ids, 16, 1, carry=True)
+    streams = train.evaluate(model, ids, 16, 2, carry=True)
+    assert model.training and torch.equal(rng, torch.get_rng_state())
+    model.eval()
+    parts = [(ids[None, i: i + 16], ids[None, i + 1: i + 17]) for i in range(0, len(ids) - 1, 16)]
+    total = sum(model.loss(x[:, : y.shape[1]], y).item() * y.numel() for x, y in parts)
+    assert reset == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert carried == pytest.approx(model.loss(ids[None, :-1], ids[None, 1:]).item(), rel=1e-4) and carried != reset
+    half = (len(ids) - 1) // 2                                # two streams: each half of the text with a memory of its own
+    assert streams == pytest.approx(model.loss(ids[: 2 * half].view(2, half), ids[1: 2 * half + 1].view(2, half)).item(), rel=1e-4)
+
+
+def test_evaluation_on_some_windows_spreads_over_the_split(monkeypatch):
+    """The first windows of a text are not its average, and all of them would cost more than the training."""
+    seen = []
+
+    def windows(*args):
+        for i, pair in enumerate(data.windows(*args)):
+            seen.append(i)
+            yield pair
+    monkeypatch.setattr(train, "windows", windows)
+    model = tiny_model("linear")
+    forward, calls = model.forward, []
+    model.forward = lambda x, state=None: (calls.append(len(x)), forward(x, state))[1]
+    train.evaluate(model, torch.zeros(16 * 40 + 1, dtype=torch.long), 16, 2, max_windows=8)
+    assert sum(calls) in (8, 10) and max(seen) >= 15
+    calls.clear()
+    train.evaluate(model, torch.zeros(16 * 3 + 1, dtype=torch.long), 16, 2, max_windows=100)
+    assert sum(calls) == 3
+
+
+# ---- exact resume
+
+@pytest.mark.parametrize("flags", [["--optimizer", "muon", "--grad-accum", 2], ["--model", "transformer"]])
+def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(text, tmp_path, flags, capsys):
+    """Any state missing from the checkpoint (moments, random numbers of dropout, step) shows as a difference; so does
+    a validation that disturbs the training. Step 9 is not a validation step."""
+    flags = [*flags, "--steps", 18, "--dropout", "0.2"]
+    assert go(text, tmp_path / "a", *flags) == 0
+    assert go(text, tmp_path / "b", *flags, "--stop-after", 9) == 0
+    assert f"python train.py --resume --out {tmp_path / 'b'}" in capsys.readouterr().out
+    torch.manual_seed(99)
+    assert go(text, tmp_path / "b", "--resume") == 0                 # --steps and --dropout: from the checkpoint
+    a, b = (train.load_checkpoint(tmp_path / name / "ckpt.pt") for name in "ab")
+    for key in ("model", "optimizers", "rng", "step", "best", "config"):
+        assert same(a[key], b[key]), key
+    columns = ("step", "loss", "val", "grad_norm", "lr")
+    assert rows(tmp_path / "a", *columns) == rows(tmp_path / "b", *columns)
+
+
+def test_validation_and_logging_do_not_change_the_run(text, tmp_path):
+    """Another --eval-every must give the same weights: it may not draw from the generator that dropout uses."""
+    for name, every in (("a", 3), ("b", 5)):
+        go(text, tmp_path / name, "--steps", 7, "--dropout", "0.2", "--eval-every", every, "--stop-after", 6)
+    assert go(text, tmp_path / "b", "--resume", "--eval-every", 1, "--log-every", 1, "--stop-after", 7) == 0
+    assert go(text, tmp_path / "a", "--resume", "--eval-every", 2) == 0
+    a, b = (train.load_checkpoint(tmp_path / name / "ckpt.pt") for name in "ab")
+    assert same(a["model"], b["model"]) and a["step"] == b["step"] == 7
+
+
+def test_same_seed_same_run_and_another_seed_another(text, tmp_path):
+    """A seed that does not reach weights or batches makes every mean over seeds a lie."""
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        go(text, tmp_path / name, "--steps", 2, "--seed", seed)
+    a, b, c = (train.load_checkpoint(tmp_path / name)["model"] for name in "abc")
+    assert same(a, b) and not same(a, c)
+
+
+def test_resume_of_a_finished_run_does_nothing(copy, text, capsys):
+    """It must neither train on nor write."""
+    before = contents(copy)
+    assert go(text, copy, "--resume") == 0 and "nothing to do" in capsys.readouterr().out
+    assert contents(copy) == before
+
+
+def test_resume_refuses_other_settings_and_names_them(copy, text, capsys):
+    """A changed setting that is taken over silently, or silently ignored, is a run that is not what its log says."""
+    before = contents(copy)
+    for name, was, now in (("window", 3, 5), ("steps", 12, 13), ("lr", train.TRAIN_SIZES["tiny"]["lr"], 0.5), ("model", "atlas", "titans"),
+                           ("batch_size", 2, 4), ("tokenizer", "char", "byte"), ("muon", True, False)):
+        argv = [train.flag(name), now] if name != "muon" else ["--no-muon"]
+        said = refused(capsys, train.main, "--resume", "--out", copy, *argv)
+        assert train.flag(name) in said and str(was) in said and str(now) in said
+    assert contents(copy) == before
+    assert train.main(["--resume", "--out", str(copy), "--window", "3"]) == 0     # given again, but the same
+
+
+def test_resume_refuses_another_text(text, copy, tmp_path, capsys):
+    """The same path with other words in it is another run; the same words under another path are not."""
+    assert go(text, tmp_path / "run", "--steps", 4, "--stop-after", 2) == 0
+    capsys.readouterr()
+    (tmp_path / "other.txt").write_text(text.read_text()[::-1])
+    shutil.copy(text, tmp_path / "moved.txt")
+    before = contents(tmp_path / "run")
+    resume = ["--resume", "--out", tmp_path / "run", "--data"]
+    assert "sha256" in refused(capsys, train.main, *resume, tmp_path / "other.txt")
+    assert contents(tmp_path / "run") == before
+    assert train.main([*map(str, resume), str(tmp_path / "moved.txt")]) == 0
+
+
+def test_log_rows_of_lost_steps_are_dropped(tmp_path):
+    """A run killed after its last checkpoint has logged steps that resuming logs again; its last row may be half."""
+    path = tmp_path / "log.csv"
+    for step in (0, 4):
+        with train.open_log(path, step) as log:
+            log.write("".join(f"{i},1,,1,1,1,1\n" for i in range(step + 1, step + 7)) + "11,0.")
+    assert [line.split(",")[0] for line in path.read_text().splitlines()] == \
+        ["step", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11"]
+    train.open_log(path, 99).close()
+    assert path.read_text().splitlines()[-1] == "10,1,,1,1,1,1"
+
+
+# ---- signals, faults, limits
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_step_and_saves(number, code, text, tmp_path, monkeypatch, capfd):
+    """Ctrl-C must not lose the steps since the last validation, nor leave its handler behind."""
+    real = train.train_step
+
+    def step(model, optimizers, tc, ids, i, *rest):
+        if i == 1:
+            os.kill(os.getpid(), number)
+        return real(model, optimizers, tc, ids, i, *rest)
+    before = signal.getsignal(number)
+    monkeypatch.setattr(train, "train_step", step)
+    assert go(text, tmp_path / "out", "--steps", 9) == code
+    assert signal.getsignal(number) == before
+    assert "--resume" in capfd.readouterr().out and train.load_checkpoint(tmp_path / "out")["step"] == 2
+
+
+def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(text, tmp_path, monkeypatch, capfd):
+    """A user who presses Ctrl-C twice will not wait for a slow step, nor accept a broken file."""
+    real = train.train_step
+
+    def step(model, optimizers, tc, ids, i, *rest):
+        for _ in range(2 * (i == 5)):
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(model, optimizers, tc, ids, i, *rest)
+    monkeypatch.setattr(train, "train_step", step)
+    assert go(text, tmp_path / "out", "--steps", 9) == 130
+    assert "Traceback" not in capfd.readouterr().err
+    assert train.load_checkpoint(tmp_path / "out" / "ckpt.pt")["step"] == 4
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_update(fault, text, tmp_path, monkeypatch, capsys):
+    """One NaN step turns all weights to NaN; here it comes on a step (6) that is neither logged nor validated."""
+    real, calls = models.LM.loss, []
+
+    def loss(self, x, y):
+        calls.append(1)
+        value = real(self, x, y)
+        if len(calls) != 5 + 1:
+            return value
+        return value * float("inf") if fault == "loss" else value + (self.norm.weight.sum() * 0).sqrt()
+    monkeypatch.setattr(models.LM, "loss", loss)
+    said = refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", tmp_path / "out", "--steps", 9,
+                   "--log-every", 100, code=1)
+    assert "step 6" in said and ("loss inf" in said if fault == "loss" else "in norm.weight" in said)
+    assert "loss nan" not in said
+    ckpt = train.load_checkpoint(tmp_path / "out" / "ckpt.pt")
+    assert ckpt["step"] == 4 and all(t.isfinite().all() for t in ckpt["model"].values())
+
+
+def test_weights_that_are_not_finite_are_never_saved(text, tmp_path, capsys):
+    """The update itself can make them infinite, after the guard; an absurd --lr must end with the guard's message."""
+    model = tiny_model()
+    model.norm.weight.data[3] = float("inf")
+    with pytest.raises(train.Halt, match="step 7.*not finite"):
+        train.save_checkpoint(tmp_path / "ckpt.pt", dict(step=7), model, [])
+    assert not list(tmp_path.iterdir())
+    assert "not finite" in refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", tmp_path / "out",
+                                   "--steps", 9, "--lr", "1e30", code=1)
+    assert not (tmp_path / "out" / "ckpt.pt").exists()
+
+
+def test_a_nan_validation_is_never_the_best(text, tmp_path, monkeypatch):
+    """`not (val > best)` would take it, and every later and better one would lose to it."""
+    values = iter([2.0, float("nan"), 3.0] + [1.0] * 9)
+    monkeypatch.setattr(train, "evaluate", lambda *a, **k: next(values))
+    assert go(text, tmp_path / "out", "--steps", 3, "--eval-every", 1) == 0
+    assert train.load_checkpoint(tmp_path / "out" / "best.pt")["step"] == 1
+
+
+@pytest.mark.parametrize("stage", ["save", "fsync", "replace"])
+def test_a_failed_save_keeps_the_checkpoint_before_it(stage, copy, monkeypatch, capsys, tmp_path):
+    """A full disk or a crash at any point of saving must leave the old file as it was, and no half file beside it."""
+    ckpt = train.load_checkpoint(copy / "ckpt.pt")
+    model, _ = train.rebuild(ckpt)
+    before = contents(copy)
+    (copy / "ckpt.pt.tmp").write_bytes(b"left by a process that was killed")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def half(state, file):
+        file.write(b"PK half of a file")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 832 vs 726\nmore")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch if stage == "save" else os, stage, half if stage == "save" else full)
+        with pytest.raises(train.Halt, match="cannot write.*intact"):
+            train.save_checkpoint(copy / "ckpt.pt", dict(step=1), model, [])
+    assert contents(copy) == before
+
+
+def test_out_of_memory_names_the_knobs_and_leaves_the_earlier_run_alone(copy, text, monkeypatch, capsys):
+    """A CUDA traceback of forty lines does not say which flag to lower; an earlier run must not be moved in vain."""
+    before = contents(copy)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+    monkeypatch.setattr(models.LM, "loss", full)
+    said = refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", copy, code=1)
+    assert all(knob in said for knob in ("--batch-size", "--seq-len", "--chunk")) and contents(copy) == before
+
+
+def fail_first(monkeypatch, fault):
+    """The first call of LM.loss raises `fault`; compiling is left out."""
+    real, calls = models.LM.loss, []
+
+    def loss(self, x, y):
+        calls.append(1)
+        value = real(self, x, y)
+        if len(calls) == 1 and fault:
+            raise fault
+        return value
+    monkeypatch.setattr(models.LM, "compile_memory", lambda self: None, raising=False)
+    monkeypatch.setattr(models.LM, "loss", loss)
+
+
+def test_compile_or_no_compiler_the_run_is_the_same(text, tmp_path, monkeypatch, capsys):
+    """torch.compile fails at the first call, not when asked for; its trial may leave no gradients or random numbers."""
+    from torch._inductor.exc import InductorError
+    go(text, tmp_path / "eager", "--steps", 3, "--dropout", "0.2")
+    for name, fault in (("works", None), ("fails", InductorError(RuntimeError("no C++ compiler"), None))):
+        with monkeypatch.context() as patch:
+            fail_first(patch, fault)
+            try:
+                assert go(text, tmp_path / name, "--steps", 3, "--dropout", "0.2", "--compile") == 0
+            finally:
+                torch.compiler.set_stance("default")
+        assert capsys.readouterr().err.count("warning: torch.compile failed") == (name == "fails")
+        assert same(*(train.load_checkpoint(tmp_path / n)["model"] for n in ("eager", name)))
+
+
+@pytest.mark.parametrize("flags", [[], ["--compile"]])
+def test_an_error_of_ours_is_not_hidden(flags, text, tmp_path, monkeypatch):
+    """A catch-all that prints one line would also swallow the traceback of a bug."""
+    fail_first(monkeypatch, RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        go(text, tmp_path / "out", "--steps", 1, *flags)
+
+
+def test_keep_freed_memory_is_silent_without_glibc(monkeypatch, capfd):
+    """macOS and Windows have no mallopt."""
+    class NoLibc:
+        def __init__(self, name):
+            raise OSError
+    monkeypatch.setattr(train.ctypes, "CDLL", lambda name: object())
+    train.keep_freed_memory()
+    monkeypatch.setattr(train.ctypes, "CDLL", NoLibc)
+    train.keep_freed_memory()
+    assert capfd.readouterr() == ("", "")
+
+
+# ---- checkpoints from elsewhere
+
+class Bomb:
+    """What a malicious pickle does: run a command while it is loaded."""
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def pickled(value):
+    import pickle
+    return pickle.dumps(value)
+
+
+def test_broken_and_foreign_checkpoints_are_refused_each_in_its_own_words(copy, tmp_path, capsys):
+    """Raw, these are EOFError '', KeyError '101', a flipped weight that loads silently, or code that runs."""
+    good = (copy / "best.pt").read_bytes()
+    weight = train.load_checkpoint(copy)["model"]["embed.weight"].numpy().tobytes()
+    at = good.index(weight) + len(weight) // 2
+    cases = {"missing": None, "empty": b"", "text": b"a text", "pickle": pickled([1]), "half": good[: len(good) // 2],
+             "flipped": good[:at] + bytes([good[at] ^ 1]) + good[at + 1:]}
+    for name, raw in cases.items():
+        if raw is not None:
+            (tmp_path / name).write_bytes(raw)
+    (tmp_path / "folder").mkdir()
+    torch.save({"format": 1, "model": Bomb(tmp_path / "boom")}, tmp_path / "bomb")
+    (tmp_path / "pickle bomb").write_bytes(pickled(Bomb(tmp_path / "boom")))
+    torch.save({"model": {}, "iter_num": 7}, tmp_path / "nanogpt")
+    torch.save({**torch.load(copy / "best.pt", weights_only=True), "format": 99}, tmp_path / "version")
+    shutil.make_archive(tmp_path / "zip", "zip", HERE / "data" if (HERE / "data").is_dir() else tmp_path / "folder")
+    (tmp_path / "zip.zip").rename(tmp_path / "zip")
+    said = {}
+    for name in (*cases, "folder", "bomb", "pickle bomb", "nanogpt", "version", "zip"):
+        said[name] = refused(capsys, sample.main, "--ckpt", tmp_path / name).replace(str(tmp_path / name), "X")
+    assert not (tmp_path / "boom").exists()
+    distinct = ("missing", "empty", "text", "pickle", "half", "folder", "bomb", "nanogpt", "version")
+    assert len({said[name] for name in distinct}) == len(distinct)
+    assert "damaged" in said["flipped"] and "refused" in said["bomb"] and "refused" in said["pickle bomb"]
+    for size in (1, 2, 10, 1000, len(good) - 1):
+        (tmp_path / "short").write_bytes(good[:size])
+        refused(capsys, sample.main, "--ckpt", tmp_path / "short")
+
+
+def test_resume_from_a_broken_checkpoint_overwrites_nothing(copy, text, capsys):
+    """The broken file may still be rescued by its owner."""
+    (copy / "ckpt.pt").write_bytes((copy / "ckpt.pt").read_bytes()[:-100])
+    before = contents(copy)
+    assert "damaged" in refused(capsys, train.main, "--resume", "--out", copy)
+    assert "no checkpoint" in refused(capsys, train.main, "--resume", "--out", copy / "none")
+    assert contents(copy) == before
+
+
+@pytest.mark.parametrize("key, value, word", [
+    ("config", {"n_layr": 1}, "n_layr"), ("config", {"n_embd": 32}, "does not fit"),
+    ("config", {"n_head": 0}, "n-head"), ("tokenizer", "byte", "contradicts")])
+def test_a_checkpoint_that_contradicts_itself_is_refused(key, value, word, copy, capsys):
+    """Decoding with another vocabulary prints fluent nonsense."""
+    raw = torch.load(copy / "best.pt", weights_only=True)
+    raw[key] = data.make_tokenizer(value, "").state() if key == "tokenizer" else {**raw[key], **value}
+    torch.save(raw, copy / "best.pt")
+    said = refused(capsys, sample.main, "--ckpt", copy)
+    assert str(copy) in said and word in said
+
+
+def test_a_checkpoint_holds_plain_types_only(trained):
+    """A Path, a dataclass or a numpy number in it could only be loaded by running code."""
+    def plain(value):
+        if isinstance(value, dict):
+            return all(plain(k) and plain(v) for k, v in value.items())
+        if isinstance(value, (list, tuple)):
+            return all(map(plain, value))
+        return value is None or type(value) in (int, float, str, bool, bytes, torch.Tensor)
+    ckpt = train.load_checkpoint(trained)
+    ckpt["model"] = dict(ckpt["model"])
+    assert plain(ckpt) and ckpt["config"] == asdict(models.Config(**ckpt["config"]))
+
+
+def test_torch_load_is_always_weights_only():
+    """One torch.load without weights_only=True, one eval or exec, and a checkpoint can run code."""
+    for path in HERE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                if name == "torch.load":
+                    assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords), path
+                assert name not in ("eval", "exec", "pickle.load", "pickle.loads"), (path, node.lineno)
+
+
+# ---- sample.py
+
+def speak(capsys, ckpt, *flags):
+    assert sample.main(["--ckpt", str(ckpt), "--device", "cpu", "--tokens", "30", *map(str, flags)]) == 0
+    return capsys.readouterr().out
+
+
+def test_sampling_limits(trained, capsys):
+    """temperature 0 divides by zero, top-k 0 indexes nothing, top-k beyond the vocabulary raises, a tiny top-p may
+    leave no token."""
+    greedy = speak(capsys, trained, "--prompt", "to", "--temperature", 0)
+    assert greedy.startswith("to") and len(greedy) == 2 + 30 + 1
+    for flags in (["--temperature", 0, "--seed", 5], ["--top-k", 1], ["--top-p", 1e-9], ["--temperature", 1e-44]):
+        assert speak(capsys, trained, "--prompt", "to", *flags) == greedy
+    free = speak(capsys, trained, "--prompt", "to")
+    assert free != greedy and free == speak(capsys, trained, "--prompt", "to", "--top-k", 9999, "--top-p", 1)
+    assert free != speak(capsys, trained, "--prompt", "to", "--seed", 2)
+
+
+def test_sample_writes_num_different_texts_of_the_same_prompt(trained, capsys):
+    """Each text must begin from the prompt and a fresh state, with random numbers of its own."""
+    texts = speak(capsys, trained, "--prompt", "be", "--num", 3).split("---------------\n")
+    assert len(texts) == len(set(texts)) == 3 and all(t.startswith("be") and len(t) == 33 for t in texts)
+
+
+@pytest.mark.parametrize("argv", ["--temperature -1", "--temperature nan", "--top-k -1", "--top-p 1.1", "--top-p 0",
+                                  "--top-p nan", "--tokens -1", "--num 0", "--seed x", "--tmp 1"])
+def test_sample_refuses_wrong_values(argv, trained, capsys):
+    """A negative temperature inverts the distribution and says nothing."""
+    assert argv.split()[0] in refused(capsys, sample.main, "--ckpt", trained, *argv.split())
+
+
+def test_prompts(trained, tmp_path, capsys, monkeypatch):
+    """A letter outside the vocabulary must be named, not dropped; the prompt may come from a file or a pipe."""
+    said = refused(capsys, sample.main, "--ckpt", trained, "--prompt", "to \u00e9")
+    assert "\u00e9" in said and capsys.readouterr().out == ""
+    (tmp_path / "p.txt").write_text("that\nis")
+    expect = speak(capsys, trained, "--prompt", "that\nis")
+    assert speak(capsys, trained, "--prompt-file", tmp_path / "p.txt") == expect
+    for flags in (["--prompt", "-"], ["--prompt-file", "-"]):
+        with open(tmp_path / "p.txt") as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            assert speak(capsys, trained, *flags) == expect
+    (tmp_path / "bad").write_bytes(b"to \xff")
+    assert "UTF-8" in refused(capsys, sample.main, "--ckpt", trained, "--prompt-file", tmp_path / "bad")
+    assert "cannot read" in refused(capsys, sample.main, "--ckpt", trained, "--prompt-file", tmp_path / "none")
+    assert speak(capsys, trained) and len(speak(capsys, trained, "--tokens", 0)) == 1
+
+
+def test_empty_prompt_without_a_newline_in_the_vocabulary():
+    """There is always something to start from."""
+    assert list(train.encode_prompt(data.make_tokenizer("char", "ab"), "")) == [0]
+    assert list(train.encode_prompt(data.make_tokenizer("char", "a\nb"), "")) == [0]
+    assert list(train.encode_prompt(data.make_tokenizer("byte", ""), "")) == [10]
+
+
+def test_a_stop_text_ends_the_sample_wherever_the_pieces_break():
+    """Searched piece by piece, a stop text across two tokens is missed; its beginning, once printed, stays."""
+    whole = "one two three THE END four THE ENDS"
+    for n in (1, 2, 3, 7, 40):
+        pieces = [whole[i: i + n] for i in range(0, len(whole), n)]
+        assert "".join(sample.until("THE END", pieces)) == "one two three "
+        assert "".join(sample.until("", pieces)) == "".join(sample.until("five", pieces)) == whole
+    assert all(list(sample.until(stop, ["a", "b"]))[:2] == ["a", "b"] for stop in ("", "xy"))
+
+
+def test_text_is_written_as_it_is_generated_and_ctrl_c_keeps_it(trained, capsys, monkeypatch):
+    """Sampling that collects its text, or does not flush, shows nothing for minutes and loses it all at Ctrl-C."""
+    arrived = io.BytesIO()
+
+    def pieces(*_, **__):
+        assert arrived.getvalue() == b"to be "
+        yield "so "
+        assert arrived.getvalue() == b"to be so "
+        yield "far"
+        raise KeyboardInterrupt
+    monkeypatch.setattr(sample, "write", pieces)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(arrived, encoding="utf-8"))
+    assert sample.main(["--ckpt", str(trained), "--prompt", "to be "]) == 130
+    assert arrived.getvalue() == b"to be so far" and "Traceback" not in capsys.readouterr().err
+
+
+def test_half_a_character_is_never_written():
+    """With bytes for tokens a letter beyond ASCII comes in parts; printed one by one they are question marks."""
+    tokenizer = data.make_tokenizer("byte", "")
+    ids = tokenizer.encode("h\u00e9 \u4e16\U0001f642")
+
+    class Model(torch.nn.Linear):
+        def generate(self, tokens, n, **_):
+            yield from (torch.tensor([i]) for i in ids[:n])
+    pieces = list(train.write(Model(1, 1), tokenizer, [10], len(ids)))
+    assert "".join(pieces) == "h\u00e9 \u4e16\U0001f642" and not any("\ufffd" in p for p in pieces) and len(pieces) > 4
+    assert "".join(train.write(Model(1, 1), tokenizer, [10], 2)) == "h\ufffd"             # cut off in the middle
+
+
+def python(*argv, **more):
+    return subprocess.Popen([sys.executable, *map(str, argv)], text=True, encoding="utf-8", stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", **more})
+
+
+def test_scripts_from_another_folder_to_an_ascii_pipe(text, tmp_path, monkeypatch):
+    """What only a process shows: imports of neighbours from elsewhere, exit codes, stdout that can only do ASCII."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "caf\u00e9.txt").write_text(text.read_text().replace("e", "\u00e9"), encoding="utf-8")
+    out = tmp_path / "with space \u00e9"
+    run = python(HERE / "train.py", *NET, *RUN, "--steps", 2, "--data", tmp_path / "caf\u00e9.txt", "--out", out,
+                 PYTHONIOENCODING="ascii")
+    said, err = run.communicate(timeout=300)
+    assert run.returncode == 0 and "done: atlas" in said and err == ""
+    write = python(HERE / "sample.py", "--ckpt", out, "--tokens", 100000, "--device", "cpu", PYTHONIOENCODING="ascii")
+    assert write.stdout.read(1)
+    write.stdout.close()                                      # as `| head -c 1` does
+    assert write.wait(timeout=300) == 0 and write.stderr.read().count("\n") == 1
+
+
+def test_importing_the_scripts_does_nothing():
+    """An import that sets seeds, handlers or threads, prints or downloads makes the scripts useless as modules."""
+    code = ("import signal, torch; state = lambda: (torch.get_rng_state().tolist(), torch.get_num_threads(), "
+            "signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)); before = state(); "
+            "import train, sample; assert state() == before and not torch.cuda.is_initialized()")
+    run = python("-c", code, PYTHONPATH=str(HERE))
+    assert run.communicate(timeout=300) == ("", "") and run.returncode == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# bench.py and eval.py
+
+CPU = torch.device("cpu")
+
+
+def a_bench(**more):
+    return bench.Bench(**{**dict(device=CPU, dtype=torch.float32, compile=False, quick=True, models=["transformer", "atlas"]), **more})
+
+
+# ---- bench.py: what it measures with
+
+@pytest.mark.parametrize("kind, loss, chunk, muon_every, momentum", [
+    ("linear", "l2", 16, 0, False), ("mlp", "l2", 16, 0, True), ("mlp", "l2", 32, 0, False), ("gated", "l2", 16, 0, True),
+    ("mlp", "l2", 16, 16, True), ("mlp", "l2", 16, 4, True), ("gated", "l2", 32, 8, True)])
+def test_rule_flops_is_what_omega_does(kind, loss, chunk, muon_every, momentum):
+    """Catches a formula that flatters: it may leave small terms out, but must not count work that is not done."""
+    rule, D, hidden, H, T = Rule(kind, loss, 8, chunk, muon_every), 24, 48, 2, 64
+    q, k, v = (torch.randn(1, H, T, D, requires_grad=True) for _ in range(3))
+    keep, step, theta = (torch.rand(1, H, T, requires_grad=True) for _ in range(3))
+    gates = Gates(keep, step, theta if momentum else None, torch.rand(1, H, T, 8, requires_grad=True))
+    M0 = [torch.randn(H, *s, requires_grad=True) for s in memory.shapes(kind, D, hidden, D)]
+    phi = Features("none", D)
+    with FlopCounterMode(display=False) as counter:
+        y, state = omega_module.omega(rule, phi, q, k, v, gates, start(rule, phi, M0, 1, momentum=momentum))
+    formula, forward = H * bench.rule_flops(rule, D, D, hidden, T, momentum), counter.get_total_flops()
+    assert 0.85 * forward < formula < 1.02 * forward
+    with FlopCounterMode(display=False) as counter:
+        (y.sum() + sum(w.sum() for w in state.W)).backward()
+    assert 0.85 * 2 * forward < counter.get_total_flops() < 1.05 * 2 * forward
+
+
+def test_step_flops_of_a_transformer():
+    """Catches attention that is not counted (fused kernels are not, on a CPU): 6 N T + 12 L T^2 width, as everybody has it."""
+    config, T = models.Config(**{**models.PRESETS["transformer"], "n_layer": 2, "n_embd": 32, "n_head": 2}), 48
+    weights = sum(m.weight.numel() for m in models.LM(config).modules() if isinstance(m, torch.nn.Linear))
+    assert bench.step_flops(config, T, CPU) == 6 * weights * T + 12 * config.n_layer * T * T * config.n_embd
+
+
+def test_peak_bytes():
+    """Catches a peak that forgets what was freed on the way, or that counts what was there before."""
+    before = torch.ones(1 << 18)
+
+    def run():
+        a = before + 1                                        # 1 MiB
+        b = a + 1                                             # 2 MiB
+        del a
+        c = b + 1                                             # 2 MiB again
+        return c
+    run()
+    assert 2 * 2**20 <= bench.peak_bytes(run, CPU) < 2.1 * 2**20
+
+
+def test_race_takes_turns_and_drops_who_runs_out_of_memory():
+    log = []
+
+    def full():
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+    times = bench.race({"a": lambda: log.append("a"), "full": full, "b": lambda: log.append("b")}, 0, CPU)
+    assert log == list("ab" * 4) and list(times) == ["a", "b"]          # a warm-up and three rounds
+    assert times["a"]["runs"] == 3 and times["a"]["median_s"] >= 0
+    with pytest.raises(RuntimeError, match="a true bug"):
+        bench.race({"a": lambda: (_ for _ in ()).throw(RuntimeError("a true bug"))}, 0, CPU)
+    log.clear()
+    bench.race({name: lambda: log.append(1) for name in "abcd"}, -1, CPU, must=2)
+    assert len(log) == 2 * 4                                  # no time: the first two alone
+
+
+def test_summary_and_short():
+    times = bench.summary([1.0, 2.0, 3.0, 4.0, 100.0], 9.0)
+    assert times == dict(median_s=3.0, spread_s=1.0, runs=5, first_s=9.0)
+    assert [bench.short(x) for x in (0.01234, 12, 999, 12345, 999_600, 1e6, 8.84e10)] == [
+        "0.0123", "12", "999", "12.3K", "1M", "1M", "88.4G"]
+
+
+def test_on_one_thread_time_is_that_of_the_processor():
+    assert bench.clock_name(CPU) == ("process_time" if torch.get_num_threads() == 1 else "perf_counter")
+    assert bench.clock_name(torch.device("cuda")) == "perf_counter"
+
+
+def test_slow_runs_the_definition_and_puts_the_fast_form_back():
+    """Catches a 'reference' that is the fast form under another name."""
+    made = bench.layer(a_bench(), **{**bench.WORK, **bench.heads(32, 16), "chunk": 4})
+    x, fast, ys = torch.randn(1, 6, 32), omega_module.omega, []
+    run = lambda: ys.append((made(x)[0].detach(), omega_module.omega))
+    run()
+    bench.slow(run)()
+    assert ys[1][1] is omega_module.omega_ref and ys[0][1] is fast is omega_module.omega
+    assert torch.allclose(ys[0][0], ys[1][0], atol=1e-5)
+    with pytest.raises(ZeroDivisionError):
+        bench.slow(lambda: 1 / 0)()
+    assert omega_module.omega is fast
+
+
+def test_layer_runs_reach_every_input():
+    made = bench.layer(a_bench(), **{**bench.WORK, **bench.heads(32, 16)})
+    runs = bench.layer_runs(a_bench(), made, 1, 8, 32, "x")
+    y = runs["x", "forward"]()
+    assert list(runs) == [("x", "forward"), ("x", "both")] and y.shape == (1, 8, 32) and not y.requires_grad
+    runs["x", "both"]()
+    assert all(p.grad is None for p in made.parameters())
+
+
+def test_widen_makes_models_of_equal_size():
+    configs = [models.Config(**{**models.PRESETS[name], "n_layer": 2, "n_embd": 64, "n_head": 4}) for name in models.PRESETS]
+    target = max(map(bench.count, configs))
+    for config in configs:
+        assert abs(bench.count(bench.widen(config, target)) - target) <= 3 * 64 * 2 / 2
+
+
+def test_decode_states_are_those_of_a_stream():
+    """Catches a position that was not reached, a filled cache of the wrong shape, a state that grows."""
+    torch.manual_seed(0)
+    model = models.build("atlas", n_layer=1, n_embd=32, n_head=2).eval()
+    with torch.no_grad():
+        states = bench.reach(a_bench(), model, [64, 192], math.inf)
+        sizes = {p: sum(t.nbytes for t in bench.tensors(s)) for p, s in states.items()}
+        assert list(sizes) == [64, 192] and sizes[64] == sizes[192] > 0
+        assert not bench.reach(a_bench(), model, [10_000_000], 0)
+        model = models.build("transformer", n_layer=1, n_embd=32, n_head=2).eval()
+        tokens = torch.zeros(1, 10, dtype=torch.long)
+        true, made = model(tokens)[1], bench.filled(model(tokens[:, :1])[1], 10)
+        assert [t.shape for t in bench.tensors(made)] == [t.shape for t in bench.tensors(true)] and made[0].pos == true[0].pos
+    bench.decode_run(model, made, 2)()
+    assert made[0].pos == 10                                  # the run leaves the state as it was
+
+
+# ---- bench.py: the command
+
+def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "titans_pytorch", None)            # not installed
+    file = tmp_path / "b.json"
+    assert bench.main(["--quick", "--model", "transformer", "--model", "titans", "--device", "cpu", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert json.loads(file.read_text()) == result
+    assert {r["part"] for r in result["records"]} == set(bench.PARTS)
+    assert all(r["median_s"] > 0 and r["runs"] >= 3 for r in result["records"])
+    assert "pip install titans-pytorch" in out and result["machine"]["threads"] == 1
+    for part in bench.PARTS:
+        assert f"\n{part}: " in out
+    layer = {(r["name"], r["T"], r["what"]) for r in result["records"] if r["part"] == "layer"}
+    assert {("titans", 64, "both"), ("titans", 64, "forward"), ("transformer", 32, "both"), ("chunk 16", 64, "both"),
+            ("omega_ref, token by token", 8, "both")} <= layer
+
+
+def test_a_peer_that_breaks_does_not_break_the_bench(capsys, monkeypatch):
+    class Broken:
+        def __init__(self, *_, **__):
+            raise TypeError("unexpected keyword")
+    fake = argparse.Namespace(MemoryMLP=Broken, NeuralMemory=Broken)
+    monkeypatch.setitem(sys.modules, "titans_pytorch", fake)
+    bench.part_peers(a_bench())
+    out = capsys.readouterr().out
+    assert "titans-pytorch skipped: it failed, TypeError: unexpected keyword" in out and "attention" in out
+
+
+def test_plot_without_matplotlib_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    bench.plot([], tmp_path)
+    assert "pip install matplotlib" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv, names", [
+    (["--part", "nothing"], "layer"), (["--threads", "0"], "--threads"), (["--minutes", "nan"], "--minutes"),
+    (["--json", "/no/such/folder/x.json"], "folder"), (["--wat"], "--wat"),
+    pytest.param(["--device", "cuda"], "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one"))])
+def test_bench_mistakes_are_one_line(argv, names, capsys):
+    try:
+        code = bench.main(argv)
+    except SystemExit as end:
+        code = end.code
+    err = capsys.readouterr().err
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and names in err
+
+
+# ---- eval.py
+
+class Stub(torch.nn.Module):
+    """A model that says `logits(tokens)` and whose state is `grow(state)`."""
+
+    def __init__(self, logits, grow=lambda state: (torch.zeros(4),)):
+        super().__init__()
+        self.p, self.logits, self.grow = torch.nn.Parameter(torch.zeros(1)), logits, grow
+
+    def forward(self, tokens, state=None):
+        return self.logits(tokens), self.grow(state)
+
+
+def test_pieces_go_round_and_round():
+    """Catches a stream that stops at the end of the text, or whose targets are not the next tokens."""
+    parts = list(eval.pieces(torch.arange(8), 9, length=5))
+    assert torch.cat([x for x, _ in parts], 1)[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
+    assert torch.cat([y for _, y in parts], 1)[0].tolist() == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
+
+
+def test_stream_tells_growth_and_nan(capsys):
+    """Catches a check that never fails."""
+    ids, uniform = torch.arange(50) % 5, lambda x: torch.zeros(*x.shape, 5)
+    assert eval.stream(Stub(uniform), ids, 20_000) == 0
+    assert f"{math.log(5):.4f}" in capsys.readouterr().out
+    grow = lambda state: (torch.zeros(4 if state is None else len(state[0]) + 4),)
+    assert eval.stream(Stub(uniform, grow), ids, 20_000) == 1
+    assert eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_position_loss_is_the_mean_loss_seen_by_position():
+    """Catches positions mixed up, or windows counted twice: a model that is sure from position 3 on."""
+    def logits(x):
+        sure = 50 * torch.nn.functional.one_hot((x + 1) % 5, 5).float()
+        return sure * (torch.arange(x.shape[1]) >= 3)[:, None]
+    at, n = eval.position_loss(Stub(logits), torch.arange(81) % 5, 8, batch_size=3, n_windows=100)
+    assert n == 10 and torch.allclose(at, torch.tensor([math.log(5)] * 3 + [0.0] * 5, dtype=torch.float64), atol=1e-6)
+    assert eval.position_loss(Stub(logits), torch.arange(81) % 5, 8, 3, n_windows=5)[1] == 5
+    edges = eval.buckets(100)
+    assert edges == [(0, 16), (16, 32), (32, 64), (64, 100)] and eval.buckets(10) == [(0, 10)]
+
+
+def test_accuracy_of_an_oracle_and_of_a_fool():
+    """Catches answers counted where nothing is asked, and sequences shared by training and test."""
+    args = eval.parse(["--task", "mqar", "--batch-size", "4"])
+
+    def recall(x):
+        out = torch.zeros(*x.shape, args.vocab)
+        for row, tokens in enumerate(x.tolist()):
+            pairs = dict(zip(tokens[0:8:2], tokens[1:8:2]))
+            for t, key in enumerate(tokens):
+                out[row, t, pairs.get(key, 0)] = 1
+        return out
+    assert eval.accuracy(Stub(recall), args, 4, CPU) == 1.0
+    assert eval.accuracy(Stub(lambda x: torch.zeros(*x.shape, args.vocab)), args, 4, CPU) == 0.0
+    train_x, test_x = (eval.mqar_batch(args, 4, 3, 4, CPU, test=test)[0] for test in (False, True))
+    assert not torch.equal(train_x, test_x) and torch.equal(train_x, eval.mqar_batch(args, 4, 3, 4, CPU)[0])
+
+
+def test_mqar_learns_to_recall(capsys):
+    """Catches an optimiser that does not step, targets that are not those of the tokens."""
+    torch.manual_seed(0)
+    assert eval.main(["--task", "mqar", "--model", "linear", "--n-layer", "1", "--n-embd", "32", "--n-head", "2", "--vocab", "8",
+                      "--pairs", "2", "--seq-len", "8", "--steps", "120", "--chunk", "8"]) == 0
+    out = capsys.readouterr().out
+    assert float(out.split("mean accuracy ")[1].split()[0]) > 0.9 and "by guessing" in out
+
+
+def test_text_task_on_a_checkpoint(tmp_path, capsys, monkeypatch):
+    """Catches a split, a tokenizer or a window length that is not that of the checkpoint."""
+    text = tmp_path / "t.txt"
+    text.write_text("to be or not to be that is the question " * 60)
+    tiny = ["--n-layer", "1", "--n-embd", "32", "--n-head", "2", "--steps", "2", "--seq-len", "16", "--batch-size", "2"]
+    out = str(tmp_path / "out")
+    assert train.main([*tiny, "--data", str(text), "--out", out, "--device", "cpu", "--sample-tokens", "1"]) == 0
+    capsys.readouterr()
+    assert eval.main(["--ckpt", out, "--device", "cpu", "--stream", "2048"]) == 0
+    said = capsys.readouterr().out
+    model, tokenizer = train.rebuild(train.load_checkpoint(out))
+    val = data.split(tokenizer.encode(text.read_text()), 16)[1]
+    for carry in (False, True):
+        assert f"{train.evaluate(model, val, 16, 8, carry=carry):.4f} nats/token" in said
+    assert "longer than in training" in said and "not the text" not in said and "resident memory" in said
+    other = tmp_path / "o.txt"
+    other.write_text("not to be " * 60)
+    assert eval.main(["--ckpt", out, "--data", str(other), "--stream", "0"]) == 0
+    assert "not the text" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv, names", [
+    (["--ckpt", "/no/such"], "/no/such"), (["--window", "3"], "--window"), (["--wat"], "--wat"), (["--batch-size", "-1"], "--batch-size"),
+    (["--task", "mqar", "--window", "0"], "--window"), (["--task", "mqar", "--pairs", "40"], "pairs"),
+    (["--task", "mqar", "--model", "gpt"], "transformer"), (["--stream", "-5"], "--stream")])
+def test_eval_mistakes_are_one_line(argv, names, capsys):
+    try:
+        code = eval.main(argv)
+    except SystemExit as end:
+        code = end.code
+    err = capsys.readouterr().err
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and names in err
+
+
+# ---- python test_all.py --mutants: every test above has been seen to fail
+
+# name, file, text (it must occur exactly once), what it becomes, the test that notices; then perhaps a second text and what it becomes
+MUTANTS = [
+    ("NS leaves 2-D and 3-D matrices alone (titans-pytorch)", "muon.py",
+     "    norm = torch.linalg.vector_norm", "    if S.dim() <= 3:\n        return S\n    norm = torch.linalg.vector_norm",
+     "test_ns_near_polar_factor"),
+    ("NS of zero is 0 / 0", "muon.py", "torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)", "(1 / norm)",
+     "test_ns_zero_and_rank_one"),
+    ("NS adds an epsilon to the norm", "muon.py", "torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)", "(1 / (norm + 1e-7))",
+     "test_ns_scale_invariant"),
+    ("NS overwrites its input (Muon)", "muon.py", "X = S * torch.where(", "X = S.mul_(", "test_ns_leaves_its_input_alone"),
+    ("NS coefficient mistyped", "muon.py", "2.0315", "2.3015", "test_ns_near_polar_factor"),
+    ("NS one update of the Gram matrix short", "muon.py", "if i + 1 < steps", "if i + 2 < steps", "test_ns_is_the_plain_iteration"),
+    ("no gradient through NS", "muon.py", "return _iterate(X, steps", "return _iterate(X.detach(), steps", "test_ns_gradient"),
+
+    ("a_i on both sides: 1 / i! where its root belongs", "poly.py", "1 / math.sqrt(math.factorial(i))", "1 / math.factorial(i)",
+     "test_phi_starts_as_the_exponential"),
+    ("monomials without multinomial weights", "poly.py", "multinomial.sqrt()", "1", "test_phi_kernel"),
+    ("multinomial weights without their root", "poly.py", "multinomial.sqrt()", "multinomial", "test_phi_kernel"),
+    ("scale of degree 1 missing", "poly.py", "s[1] * x]", "x]", "test_phi_kernel"),
+    ("kernel with s_i for s_i^2", "poly.py", "self.scale.square()", "self.scale", "test_phi_inner"),
+    ("powers only, no products of variables", "poly.py", "list(combinations_with_replacement(range(dim), degree))",
+     "[(i,) * degree for i in range(dim)]", "test_capacity"),
+    ("sketch outside state_dict (atlas-pytorch)", "poly.py", "/ sketch_dim ** 0.25)", "/ sketch_dim ** 0.25, persistent=False)",
+     "test_sketch_travels_with_the_model"),
+    ("sketch of the wrong size", "poly.py", "/ sketch_dim ** 0.25)", "/ sketch_dim ** 0.5)", "test_sketch_is_unbiased"),
+
+    ("mean for sum in the loss (titans-pytorch)", "memory.py", "0.5 * (y - v).square().sum()", "0.5 * (y - v).square().mean()",
+     "test_losses"),
+    ("loss without its 1/2", "memory.py", "return 0.5 * (y - v).square()", "return (y - v).square()", "test_losses"),
+    ("sign of the dot-product loss", "memory.py", "return -(y * v).sum()", "return (y * v).sum()", "test_linear_attention"),
+    ("sign of its closed gradient", "memory.py", "        return -v\n", "        return v\n", "test_memory_gradients"),
+    ("no residual in the memory", "memory.py", "return r + (F.rms_norm", "return (F.rms_norm", "test_memory_formula"),
+    ("no residual in the error", "memory.py", "error(loss_kind, r + f, v)", "error(loss_kind, f, v)", "test_memory_gradients"),
+    ("a misplaced bracket in the gradient (fla)", "memory.py", "scale * (e - n * (n * e).mean(-1, keepdim=True))",
+     "(scale * e - n * (n * e).mean(-1, keepdim=True))", "test_memory_gradients"),
+    ("gated memory: one factor for the other", "memory.py", "(x, da * h), (a, e)", "(x, da * g), (a, e)", "test_memory_gradients"),
+    ("inner update under no_grad (Todd_Atlas)", "memory.py", "(x, gelu_backward(e @ W[1].mT, z)), (h, e)]",
+     "(x, gelu_backward(e @ W[1].mT, z).detach()), (h, e.detach())]", "test_omega_is_omega_ref[omeganet]"),
+
+    ("reference: read before write", "omega.py", "ys.append(M(W, q[t]))", "ys.append(M(W_before, q[t]))",
+     "test_linear_attention", "            W = tuple(keep[t]", "            W_before, W = W, tuple(keep[t]"),
+    ("reference: reads the anchor", "omega.py", "ys.append(M(W, q[t]))", "ys.append(M(anchor, q[t]))", "test_linear_attention"),
+    ("reference: window one too short", "omega.py", "max(0, n + t - rule.window + 1), n", "max(0, n + t - rule.window + 2), n",
+     "test_swla_by_brute_force"),
+    ("reference: gates in reverse", "omega.py", "in zip(weights, i))", "in zip(weights.flip(0), i))", "test_swla_by_brute_force"),
+    ("reference: nothing is forgotten", "omega.py", "keep[t] * w -", "w -", "test_retention"),
+    ("reference: momentum of the next token", "omega.py", "tuple(momentum[t] * s + g", "tuple(momentum[t - 1] * s + g", "test_titans"),
+    ("reference: no Newton-Schulz", "omega.py", "O = tuple(rule.ns(s) for s in S)", "O = S", "test_atlas_linear"),
+    ("reference: NS overwrites the momentum", "omega.py", "O = tuple(rule.ns(s) for s in S)", "S = O = tuple(rule.ns(s) for s in S)",
+     "test_atlas_linear"),
+    ("reference: NS of the memory (atlas-pytorch)", "omega.py", "W = tuple(keep[t] * w - step[t] * o for",
+     "W = tuple((rule.ns if rule.muon_every else torch.clone)(keep[t] * w - step[t] * o) for", "test_atlas_linear"),
+    ("reference: step inside NS, where it has no effect", "omega.py", "- step[t] * o for", "- (o if rule.muon_every else step[t] * o) for",
+     "test_atlas_linear"),
+    ("reference: all gradients at M0 (atlas-pytorch)", "omega.py", "                anchor = W\n", "                anchor = anchor\n",
+     "test_delta_rule"),
+    ("a random memory at every start (Todd_Atlas)", "omega.py", "    return State(W, S, W, ()",
+     "    W = tuple(w + 0.1 * torch.randn_like(w) for w in W)\n    return State(W, S, W, ()", "test_step_zero_reads_M0"),
+
+    ("forgetting never reaches zero", "omega.py", 'if rule.forget == "start" else ()', "if True else ()", "test_delta_rule"),
+    ("gradients without M0", "omega.py", "for a, b in zip(state.M0, state.W)) if state.M0 else", "for a, b in ()) if False else",
+     "test_delta_rule"),
+    ("gated memory reads one M0 for another", "omega.py", "tokens.base[..., i * width: (i + 1) * width]", "tokens.base[..., :width]",
+     "test_step_zero_reads_M0"),
+    ("all gradients at M0", "omega.py", "anchor=state.anchor if pos else W,", "anchor=state.anchor,", "test_delta_rule"),
+    ("the anchor moves at every call (atlas-rnn)", "omega.py", "    write_xk = None\n",
+     "    write_xk, state = None, state._replace(anchor=state.W)\n", "test_omega_splits_anywhere"),
+    ("sign of the write", "omega.py", "A * -gates.step", "A * gates.step", "test_linear_attention"),
+    ("decay counts the token's own keep", "omega.py", "- logs[..., None, :] + above", "- logs.roll(1, -1)[..., None, :] + above",
+     "test_retention"),
+    ("masked after exp", "omega.py", "- logs[..., None, :] + above).exp()", "- logs[..., None, :]).exp().tril()", "test_extreme_gates"),
+    ("gates in reverse", "omega.py", "F.pad(gate, (0, c))", "F.pad(gate.flip(-1), (0, c))", "test_swla_by_brute_force"),
+    ("first windows off by one", "omega.py", "(i >= missing)", "(i > missing)", "test_swla_by_brute_force"),
+    ("first windows see padding", "omega.py", "(i >= missing)", "(i >= 0)", "test_omega_is_omega_ref[omeganet]"),
+    ("no momentum inside a chunk", "omega.py", "G = Theta @ G", "G = G[..., rows, :]", "test_titans"),
+    ("momentum dropped from the carried state", "omega.py", "tuple(W), tuple(S), (), q.shape[2])",
+     "tuple(W), tuple(0 * s for s in S), (), q.shape[2])", "test_omega_splits_anywhere"),
+    ("window truncated at the end of a call", "omega.py", "k=ks[:, :, max(T, missing):], v=vs[:, :, max(T, missing):]",
+     "k=ks[:, :, :0], v=vs[:, :, :0]", "test_omega_splits_anywhere"),
+    ("every position reads with the chunk's last decay (Todd_Atlas)", "omega.py", "z = mix.keepprod * (rows @ state.W[i])",
+     "z = mix.keepprod[..., -1:, :] * (rows @ state.W[i])", "test_causal"),
+    ("one memory for the whole batch (Atlas-MAG_OmegaRule)", "omega.py", "return state._replace(W=W,",
+     "return state._replace(W=tuple(w.mean(0, keepdim=True).expand_as(w) for w in W),", "test_rows_are_independent"),
+    ("queries and keys in different feature spaces (atlas-pytorch)", "omega.py", "[cq, phi(cq), ck,", "[cq, phi(cq.roll(1, -1)), ck,",
+     "test_omega_is_omega_ref[omeganet]"),
+    ("NS of a block in progress forgotten", "omega.py", "O = tuple(o[:, :, -1] for o in O)", "O = tuple(o[:, :, 0] for o in O)",
+     "test_omega_is_omega_ref[atlas, mid-block]"),
+    ("momentum of the first token of a block dropped", "omega.py", "tuple(S) if state.S else ()", "state.S",
+     "test_omega_is_omega_ref[atlas, mid-block]"),
+    ("exp kernel less one", "poly.py", "(x @ y.mT).exp()", "(x @ y.mT).expm1()", "test_unnormalised_softmax_attention"),
+    ("exp memory forgets M0", "omega.py", "torch.cat([r, (r @ keys.mT).exp()], -1)", "torch.cat([0 * r, (r @ keys.mT).exp()], -1)",
+     "test_monomials_converge_to_exp"),
+
+    ("M0 detached", "models.py", "list(self.M0)", "[w.detach() for w in self.M0]", "test_every_parameter_learns"),
+    ("inner loop outside of the outer graph", "models.py", "with torch.autocast(x.device.type, enabled=False):    # fast",
+     "with torch.no_grad(), torch.autocast(x.device.type, enabled=False):    # fast", "test_every_parameter_learns"),
+    ("inner loop writes to the parameters (Atlas-MAG_OmegaRule)", "models.py", "        return self.finish(x, y), MemoryState",
+     "        self.M0[-1].data = inner.W[-1][0].detach().clone()\n        return self.finish(x, y), MemoryState",
+     "test_forward_changes_nothing[titans]"),
+    ("no learning in eval (Atlas-MAG_OmegaRule)", "models.py", "step.sigmoid().squeeze(-1)",
+     "step.sigmoid().squeeze(-1) * self.training", "test_forward_changes_nothing"),
+    ("no token mixing (davidbasilefilho)", "models.py", "return self.finish(x, y), MemoryState", "return self.finish(x, v), MemoryState",
+     "test_causal"),
+    ("window weight grows with the window", "models.py", ") / c.window", ") / 1", "test_gates_are_in_range"),
+    ("step does not know the chunk", "models.py", "(1 - keep + 1 / c.chunk)", "1", "test_gates_limit_what_a_chunk_writes"),
+    ("momentum adds weight", "models.py", "gate * (1 - momentum)", "gate * 1", "test_gates_limit_what_a_chunk_writes"),
+    ("gates of heads and kinds mixed up", "models.py", "x.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)         #",
+     "x.unflatten(-1, (-1, self.config.n_head)).permute(0, 3, 1, 2)         #", "test_gates_of_heads_and_tokens"),
+    ("keep and momentum swapped", "models.py", "keep, step, momentum, gate = self.heads", "momentum, step, keep, gate = self.heads",
+     "test_gates_of_heads_and_tokens"),
+    ("--no-muon does not reach the rule", "models.py", "if self.muon else 0", "if True else 0", "test_config_reaches_the_rule"),
+    ("convolution sees the next token (atlas-rnn)", "models.py", "x = torch.cat([tail, x], 1)",
+     "x = torch.cat([tail[:, 1:], x, tail[:, :1]], 1)", "test_causal"),
+    ("convolution of width 1 (atlas-pytorch)", "models.py", "for j in range(1, self.conv_width):", "for j in range(3, self.conv_width):",
+     "test_convolution"),
+    ("convolution forgets its tail", "models.py", "return y, x[:, T:]", "return y, tail", "test_any_split_is_the_whole"),
+    ("fast weights follow autocast", "models.py", "enabled=False):    # fast", "enabled=True):    # fast",
+     "test_autocast_keeps_the_memory_in_float32"),
+
+    ("positions start again in every call", "models.py", "pos = state.pos if state else 0", "pos = 0", "test_any_split_is_the_whole"),
+    ("sliding window one too long", "models.py", "(j > i - w) if w", "(j >= i - w) if w", "test_sliding_window_attention"),
+    ("cache one key too short", "models.py", "max(0, k.shape[2] - w + 1)", "max(0, k.shape[2] - w + 2)", "test_any_split_is_the_whole[swa]"),
+    ("blocks of the window look before the sequence", "models.py", "(front - empty).clamp_min(0)", "(front - empty).clamp(0, 0)",
+     "test_sliding_window_attention"),
+    ("persistent tokens again in every call (atlas-pytorch)", "models.py", "if state.memory is None and self.persistent is not None:",
+     "if self.persistent is not None:", "test_any_split_is_the_whole[atlas-mag]"),
+    ("attention does not see the persistent tokens", "models.py", "self.attention(x, state.attention, self.persistent)",
+     "self.attention(x, state.attention)", "test_mag"),
+    ("mac shows the future (atlas-pytorch)", "models.py", ".tril(n - T).repeat", ".tril(n).repeat", "test_causal[atlas-mac]"),
+    ("mac reads M0 for ever (atlas-pytorch)", "models.py", "frozen=(omega.total(state.memory.rule)", "frozen=(omega.total(self.memory.start(x).rule)",
+     "test_mac"),
+    ("mac reads the newest memory", "models.py", "if not state.frozen:", "if True:", "test_any_split_is_the_whole[atlas-mac]"),
+    ("mac writes x, not y", "models.py", "m, memory_state = self.memory(y, state.memory)", "m, memory_state = self.memory(x, state.memory)",
+     "test_mac"),
+    ("mag without its gate's norm", "models.py", "self.m_norm(m).sigmoid()", "m.sigmoid()", "test_mag"),
+
+    ("the prompt is dropped (atlas-pytorch)", "models.py", "logits, state = self(tokens)", "logits, state = self(tokens[:, -1:])",
+     "test_generate"),
+    ("generation forgets its state", "models.py", "self(token[:, None], state)", "self(token[:, None])", "test_generate"),
+    ("top-p drops the token that crosses it", "models.py", "probs.cumsum(-1) - probs >= top_p", "probs.cumsum(-1) >= top_p",
+     "test_sample_filters"),
+    ("top-p keeps one more", "models.py", "probs.cumsum(-1) - probs >= top_p", "probs.cumsum(-1) - 2 * probs >= top_p",
+     "test_sample_filters"),
+    ("top-k keeps one more", "models.py", "logits[:, top_k:]", "logits[:, top_k + 1:]", "test_sample_filters"),
+    ("temperature ignored", "models.py", "(logits / temperature)", "(logits / 1)", "test_sample_probabilities"),
+    ("summed cross entropy", "models.py", "ignore_index=-100)", "ignore_index=-100, reduction='sum')", "test_loss_counts_what_it_should"),
+    ("detach detaches nothing", "models.py", "return state.detach()", "return state", "test_detach"),
+]
+
+
+def mutants(only=""):
+    """Apply each mutant to a copy of the project and run its test: the exit code is 1 if one survives, or cannot be tried."""
+    here = Path(__file__).resolve()
+
+    def failed(tests, edits):
+        """Do these tests fail on a copy with these edits? None if they cannot be run."""
+        with tempfile.TemporaryDirectory() as folder:
+            for file in here.parent.glob("*.py"):
+                shutil.copy(file, folder)
+            for file, old, new in edits:
+                text = (Path(folder) / file).read_text()
+                if text.count(old) != 1:
+                    print(f"{file} has {text.count(old)} times: {old.strip()}")
+                    return None
+                (Path(folder) / file).write_text(text.replace(old, new))
+            command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", *(f"{here.name}::{t}" for t in tests)]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            if done.returncode > 1:
+                print(done.stdout[-2000:])
+            return {0: False, 1: True}.get(done.returncode)
+
+    chosen = [m for m in MUTANTS if only in m[0]]
+    if failed(sorted({m[4] for m in chosen}), []) is not False:
+        print("the tests fail without any mutant")
+        return 1
+    names = {True: "killed", False: "SURVIVED", None: "ERROR"}
+    count = dict.fromkeys(names, 0)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        edits = [[(file, old, new)] + [(file, *second)] * bool(second) for _, file, old, new, _, *second in chosen]
+        for m, result in zip(chosen, pool.map(failed, [[m[4]] for m in chosen], edits)):
+            count[result] += 1
+            print(f"{names[result]:9} {m[0]}   [{m[4]}]", flush=True)
+    print(f"{count[True]} of {len(chosen)} mutants killed, {count[False]} survived, {count[None]} could not be tried")
+    return int(count[True] < len(chosen))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--mutants"]:
+        sys.exit(mutants(*sys.argv[2:3]))
+    sys.exit(pytest.main([__file__, *sys.argv[1:]]))
