@@ -40,7 +40,7 @@ class Config:
     memory_branch: bool = opt(True, "--no-memory-branch leaves the attention of mag, mal, mac alone: what does the memory bring?")
     persistent: int = opt(4, "learned tokens before the sequence, in mag, mal and mac")
     memory: str = opt("mlp", "the memory: a matrix, Eq 42, or Eq 43", choices=MEMORIES)
-    expansion: int = opt(2, "hidden width of the memory, in head dims")
+    expansion: int = opt(1, "hidden width of the memory, in head dims")
     memory_norm: bool = opt(False, "a layer norm inside the memory, before its residual")
     loss: str = opt("l2", "inner loss (attentional bias)", choices=LOSSES)
     window: int = opt(8, "tokens the Omega rule looks back on (the paper's c); 1 is Titans")
