@@ -12,8 +12,9 @@
 
 The contestants of a table take turns, round after round, so that a busy moment of the machine hits all of them. Each
 has run once before its clock starts; that first call, in which torch.compile compiles, is reported apart (first_s).
-Times are medians, +- half the distance of the quartiles. Memory is the peak of what torch's allocator has handed out
-during a forward and backward, beyond what there was before: weights and inputs do not count. The last line is JSON.
+Times are medians, +- half the distance of the quartiles; on one CPU thread they are seconds of the processor, so that
+other programs do not count. Memory is the peak of what torch's allocator has handed out during a forward and backward,
+beyond what there was before: weights and inputs do not count. The last line is JSON.
 """
 import argparse
 import itertools
@@ -72,7 +73,7 @@ class Bench:
 # ---- clocks, memory, tables
 
 def clock_name(device):
-    """On one CPU thread seconds of the processor, so that what other programs take does not count; else of the wall."""
+    """Seconds of the processor on one CPU thread; of several they would add up, and a GPU's do not show."""
     return "process_time" if device.type == "cpu" and torch.get_num_threads() == 1 else "perf_counter"
 
 
@@ -160,7 +161,6 @@ def heads(width, head=HEAD):
 
 def compiled(bench, model):
     if bench.compile:
-        torch._dynamo.config.recompile_limit = 1000           # so many shapes in one process would fall back to eager
         model.compile_memory()
     return model
 
@@ -339,6 +339,8 @@ def part_rule(bench):
     rules = {f"chunk {c}, muon_every {m}" if m else f"chunk {c}": omega.Rule(window=8, chunk=c, muon_every=m)
              for c, m in cases}
     mm, mm_flops = product(bench, torch.float32)
+    if bench.compile:
+        omega.compile_chunks()
     runs = {"product": mm, **{name: rule_run(bench, rule, batch, heads, T) for name, rule in rules.items()}}
     times = race(runs, bench.seconds, bench.device)
     peak, rows = mm_flops / times["product"]["median_s"], []
@@ -393,7 +395,7 @@ def step_size(bench, size, seconds):
     names = sorted(bench.models, key=lambda name: (name != "transformer", name != main))
     tc = train.settings(dict(model=main, size=size))[0]
     tc = replace(tc, grad_accum=1, **bench.pick(dict(batch_size=1, seq_len=64), {}, {}))
-    configs = {name: models.Config(**{**models.PRESETS[name], **models.SIZES[size]}) for name in names}
+    configs = {name: train.settings(dict(model=name, size=size))[1] for name in names}
     target = max(count(config) for config in configs.values())
     configs = {name: widen(config, target) for name, config in configs.items()}
     ids, tokens = torch.randint(vocab, (100_000,)).numpy(), tc.batch_size * tc.seq_len
@@ -510,8 +512,8 @@ PEERS = {titans_pytorch: "titans-pytorch", fla_gated_delta_rule: "flash-linear-a
 def part_peers(bench):
     batch, T, width = bench.pick((1, 128, 64), (1, 2048, 256), (4, 4096, 1024))
     settings = [(64, False), (64, True), (16, False), (16, True)][:2 if bench.quick else 4]
-    cases = [(attention, 0, False)] + [(fla_gated_delta_rule, 64, False)] * (bench.device.type == "cuda")
-    cases += [(make, *s) for s in settings for make in (atlas, titans_pytorch)]
+    cases = [(attention, 0, False)] + [(make, *s) for s in settings for make in (atlas, titans_pytorch)]
+    cases += [(fla_gated_delta_rule, 64, False)] * (bench.device.type == "cuda")
     runs, absent = {}, {}
     for make, chunk, muon in cases:
         try:
@@ -526,7 +528,7 @@ def part_peers(bench):
                 f"it failed, {type(fault).__name__}: {train.first_line(fault)}"
     for make, why in absent.items():
         print(f"\npeers: {PEERS[make]} skipped: {why}")
-    times, rows = race(runs, bench.seconds, bench.device, must=4), []
+    times, rows = race(runs, bench.seconds, bench.device, must=5), []
     for (make, chunk, muon), t in times.items():
         peak, rival = peak_bytes(runs[make, chunk, muon], bench.device), times.get((titans_pytorch, chunk, muon))
         ratio = rival["median_s"] / t["median_s"] if rival else None
@@ -618,6 +620,8 @@ def run(args):
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     compile = device.type == "cuda" if args.compile is None else args.compile
+    if compile:
+        torch._dynamo.config.recompile_limit = 1000           # so many shapes in one process would fall back to eager
     dtype, names = train.pick_dtype(args.dtype, device), args.model or list(models.PRESETS)
     bench = Bench(device, dtype, compile, args.quick, names)
     about = dict(machine(device), dtype=str(dtype)[6:], compiled=compile, clock=clock_name(device))

@@ -16,7 +16,8 @@ COEFFICIENTS = {
 def newton_schulz(S, steps=5, coefficients="muon", straight_through=False):
     """NS(S), an odd polynomial of S with the singular vectors of S: (..., m, n) -> (..., m, n), any leading dimensions.
 
-    Scale invariant: NS(c S) = NS(S) for c > 0; NS(0) = 0 with zero gradient. `straight_through` sends the outer gradient past
+    Scale invariant: NS(c S) = NS(S) for c > 0; NS(0) = 0 with zero gradient. The outer gradient goes through (choice 14), or with
+    `straight_through` sends the outer gradient past
     the iteration as if it were S / |S|_F. Raises ValueError for unknown coefficients.
     """
     if coefficients not in COEFFICIENTS:

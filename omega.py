@@ -36,7 +36,7 @@ class Rule(NamedTuple):
     loss: str = "l2"
     window: int = 1
     chunk: int = 64
-    muon_every: int = 0                                       # 0: no Newton-Schulz
+    muon_every: int = 0                                       # 0: no Newton-Schulz; 1 is the paper (choice 15)
     ns_steps: int = 5
     ns_coefficients: str = "muon"
     straight_through: bool = False
@@ -112,7 +112,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
                 O = S
             elif (pos + t) % rule.chunk % rule.muon_every == 0:
                 O = tuple(rule.ns(s) for s in S)                                 # Eq 40
-            W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32
+            W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32, choices 4 and 5
             ys.append(M(W, q[t]))                                                # choice 3: read after write
         return torch.stack(ys), W, S if len(momentum) else (), anchor, O
 
@@ -193,7 +193,7 @@ def add_product(z, a, b):
 def omega(rule, phi, q, k, v, gates, state):
     """The rule of the module docstring, chunk-parallel; arguments and returns of `omega_ref`, any length, any state."""
     T, w = q.shape[2], rule.window
-    missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window
+    missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
     if missing:
         i = torch.arange(T, device=q.device)[:, None] + torch.arange(w, device=q.device)
         gates = gates._replace(gate=gates.gate * (i >= missing))
@@ -351,9 +351,9 @@ def muon_chunk(rule, state, tokens, mix):
 
 
 def write_keys(rule, state, q, k, ks):
-    """`exp` features (Eq 22): phi* is infinite, but a memory only ever holds sums of phi*(k_i) d_i, so it is its coefficients.
+    """`exp` features (Eq 22): phi* is infinite, but a memory only ever holds sums of phi*(k_i)^T d_i, so it is its coefficients.
 
-    The first matrix gets one row for every key of the sequence, after D rows for the degree-1 part (where M0 lives). Reading
+    The first matrix gets one row for every key of the sequence, after D rows for the degree-1 part, where M0 lives (choice 19). Reading
     multiplies by [r, exp(r . k_1), exp(r . k_2), ..] (Eq 23), writing token i adds to its row alone: x_i^T d_i with a one-hot x_i.
     """
     keys = torch.cat([state.keys, k], 2)

@@ -3,7 +3,7 @@
     phi(x) . phi(y) = sum_i s_i^2 (x . y)^i,   i = 0 .. p          ATLAS Eq 5, with s_i = sqrt(a_i) on each side  (choice 7)
 
 A linear memory of E features stores at most E pairs exactly (Prop 2), and E = C(D + p, p) for all monomials of degree <= p.
-The other maps are here to be compared with it: `elementwise` powers do not raise that capacity, `sketch` approximates the
+The other maps are here to be compared with it: `elementwise` powers do not raise the capacity at all, `sketch` approximates the
 degree-2 monomials in a chosen number of features, and `exp` is the infinite series of Eq 22, known by its inner products only.
 Nothing is normalised here: keys and queries have unit length before they arrive (choice 8).
 """
@@ -18,13 +18,11 @@ FEATURES = ("none", "elementwise", "monomial", "sketch", "exp")
 
 def features_dim(kind, dim, degree, sketch_dim=0):
     """E, the number of features of phi(x) for x of `dim` numbers; for `exp` those that are written out (degree 1)."""
-    if kind == "elementwise":
-        return dim * degree
     if kind == "monomial":
         return math.comb(dim + degree, degree)
     if kind == "sketch":
         return 1 + dim + sketch_dim
-    return dim                                                # none, exp
+    return dim                                                # none, elementwise, exp
 
 
 def monomial_table(dim, degree):
@@ -47,8 +45,8 @@ class Features(nn.Module):
             raise ValueError(f"unknown features {kind!r}; choose one of {', '.join(FEATURES)}")
         self.kind, self.dim, self.degree = kind, dim, degree
         self.out_dim = features_dim(kind, dim, degree, sketch_dim)
-        if kind in ("monomial", "sketch"):
-            top = degree if kind == "monomial" else 2
+        if kind in ("elementwise", "monomial", "sketch"):
+            top = 2 if kind == "sketch" else degree
             # learned scales; s_i^2 = a_i starts at 1/i!, the Taylor series of exp (Eq 5), and cannot turn negative
             self.scale = nn.Parameter(torch.tensor([1 / math.sqrt(math.factorial(i)) for i in range(top + 1)]))
         if kind == "monomial":
@@ -65,9 +63,9 @@ class Features(nn.Module):
         """phi(x): (..., D) -> (..., E)."""
         if self.kind in ("none", "exp"):
             return x
-        if self.kind == "elementwise":                        # x, x^2, .. x^p: E = p D, but no products of variables
-            return torch.cat([x ** i for i in range(1, self.degree + 1)], -1)
         s = self.scale
+        if self.kind == "elementwise":                        # s_0 + s_1 x + s_2 x^2 ..: E = D, no products of variables
+            return sum(s[i] * x ** i for i in range(self.degree + 1))
         parts = [s[0].expand(*x.shape[:-1], 1), s[1] * x][: self.degree + 1 if self.kind == "monomial" else 2]
         if self.kind == "sketch":
             parts.append(s[2] * (x @ self.sketch[0]) * (x @ self.sketch[1]))

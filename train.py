@@ -84,7 +84,7 @@ class TrainConfig:
 
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)       # 0.5M tokens a step: App. E
 TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES
-    "tiny": dict(optimizer="muon", lr=1.2e-2, muon_lr=4e-2, steps=780, eval_every=195),   # README, Results: how they were found
+    "tiny": dict(optimizer="muon", lr=1.2e-2, muon_lr=4e-2, steps=740, eval_every=370),   # README, Results: how they were found
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
     "340m": dict(PAPER, steps=30_000, lr=1.5e-3),
@@ -343,7 +343,7 @@ class StopOnSignal:
 
 def make_optimizers(model, tc):
     """[AdamW] or [AdamW, Muon]. Hidden matrices decay and may go to Muon; embedding, head, norms, gates, convolutions
-    and the starts of the memories (3-D: one matrix a head) do neither."""
+    and the starts of the memories (3-D: one matrix a head) do neither (choice 20)."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     hidden, rest = [], []
     for name, p in model.named_parameters():
