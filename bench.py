@@ -448,16 +448,16 @@ def decode_run(model, state, n):
 
     @torch.no_grad()
     def run():
-        now = state                             # never written in place: every round starts from the same one
+        after = state                           # never written in place: every round starts from the same one
         for _ in range(n):
-            _, now = model(one, now)
+            _, after = model(one, after)
     return run
 
 
 @torch.no_grad()
 def part_decode(bench):
     """One block is enough: blocks are alike, their times and bytes add up."""
-    positions = bench.pick([64, 256], *[[1_000, 10_000, 100_000, 1_000_000]] * 2)
+    positions = bench.pick([64, 256], *[[1024 * 10**i for i in range(4)]] * 2)        # ends of chunks, all of them
     over, main, rows, done = now(bench.device) + bench.seconds, train.TrainConfig.model, {}, []
     for name in sorted(bench.models, key=lambda name: (name != "transformer", name != main)):
         left = over - now(bench.device)
@@ -478,7 +478,7 @@ def part_decode(bench):
         done.append(name)
     head = [(p, what) for what in ("ms", "bytes") for p in positions]
     table("decode: one block, batch 1; ms a token and bytes of state at a position; - was not reached, see --minutes",
-          ["", *(f"{short(p)}: {what}" for p, what in head)],
+          ["", *(f"{p:,}: {what}" for p, what in head)],
           [[name, *(rows.get((name, *h), "-") for h in head)] for name in done])
 
 

@@ -7,6 +7,7 @@ For every weight matrix W of the memory (ATLAS Eq 9, 16, 32, 33; their signs and
     W_t = keep_t * W_{t-1} - step_t * NS(S_t)                       NS for ATLAS only, else the identity
     y_t = M(phi(q_t); W_t)                                          read after write
 
+keep leads back to zero, as printed, or with forget = "start" to M0: the same rule for W - M0 (choice 21).
 chunk = 1 is the sequential rule (Eq 15), chunk > 1 is what the paper trains (Eq 16): all tokens of a chunk take their gradients
 at the anchor, including the window tokens from before the chunk. muon_every = m refreshes NS at every m-th token of a chunk and
 uses it for m tokens; m = 1 is the paper (Eq 40).

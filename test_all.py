@@ -2532,7 +2532,7 @@ def test_readme_python_runs():
 
 def test_readme_names_only_flags_that_exist():
     """A renamed flag whose old name lives on in the README."""
-    known = {"--ckpt", "--prompt", "--tokens", "--json", "--mutants"} | {
+    known = {"--ckpt", "--prompt", "--tokens", "--json", "--mutants", "--help"} | {
         train.flag(f.name) for cls in (train.TrainConfig, models.Config) for f in fields(cls)}
     known |= {"--no-" + flag[2:] for flag in known}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README)) <= known
