@@ -173,7 +173,6 @@ class Memory(nn.Module):
         if c.memory != "linear":                              # |x| = 1, so this gives hidden units and outputs of size about 1
             for W in self.M0:
                 nn.init.normal_(W, std=W.shape[2 if W.shape[1] == self.phi.out_dim else 1] ** -0.5)
-        nn.init.zeros_(self.gates.weight)
         nn.init.normal_(self.gates.weight, std=0.02)
         bias = [torch.linspace(1, 6, H)[:, None],             # keep 0.73 .. 0.998: heads remember for different spans
                 torch.full((H, 1), -1.0), torch.zeros(H, self.n_gates[2]), torch.zeros(H, self.n_gates[3])]

@@ -2718,7 +2718,7 @@ def mutants(only=""):
     def failed(tests, edits):
         """Do these tests fail on a copy with these edits? None if they cannot be run."""
         with tempfile.TemporaryDirectory() as folder:
-            for file in here.parent.glob("*.py"):
+            for file in [*here.parent.glob("*.py"), here.parent / "README.md"]:
                 shutil.copy(file, folder)
             for file, old, new in edits:
                 text = (Path(folder) / file).read_text()

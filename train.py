@@ -91,6 +91,7 @@ TRAIN_SIZES = {                                               # differences from
     "760m": dict(PAPER, steps=60_000, lr=1.25e-3),
     "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
 }
+MORE_STEPS = {"omeganet": 850}                                # of tiny: without Newton-Schulz five minutes hold more of them
 LAUNCH = {"out", "resume", "stop_after", "device", "compile", "threads"}      # never read from a checkpoint
 FREE = LAUNCH | {"data", "eval_every", "log_every", "sample_tokens"}          # may differ on --resume (data: its name)
 
@@ -150,6 +151,8 @@ def settings(given, ckpt=None):
         if train.get("size", "auto") == "auto":
             train["size"] = "baby" if pick_device(train.get("device", "auto")).type == "cuda" else "tiny"
         train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES[train["size"]], **train}
+        if train["size"] == "tiny" and "steps" not in given:
+            train["steps"] = MORE_STEPS.get(train.get("model"), train["steps"])
         if "warmup" not in given:
             train["warmup"] = min(train["warmup"], train["steps"] // 10)
         config = {**SIZES[train["size"]], **PRESETS[train.get("model", TrainConfig.model)],
