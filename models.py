@@ -60,6 +60,7 @@ class Config:
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
     gate: str = opt("token", "gamma: a learned weight for each token of the window, or all equal", choices=("token", "uniform"))
     max_step: float = opt(2.0, "upper bound of the inner step sizes eta of a whole chunk together")
+    max_norm: float = opt(50.0, "largest norm of a fast weight matrix at a chunk boundary: no text can make it run away; 0: no bound")
     attn_window: int = opt(64, "sliding window of attention in tokens, the segment of mac; 0 is full attention")
     mlp_hidden: int = opt(0, "hidden width of the SwiGLU; 0 takes 8/3 of n_embd")
     dropout: float = opt(0.0, "dropout on what each block adds to the residual stream")
@@ -77,7 +78,7 @@ class Config:
             if self.n_embd % self.n_head:
                 raise ValueError(f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}, or give --head-dim")
             self.head_dim = self.n_embd // self.n_head
-        for name in ("persistent", "attn_window", "mlp_hidden", "degree", "sketch_dim"):
+        for name in ("persistent", "max_norm", "attn_window", "mlp_hidden", "degree", "sketch_dim"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative")
         if self.wiring != "lmm" and not self.attn_window:
@@ -89,7 +90,7 @@ class Config:
         every = min(self.muon_every, self.chunk) if self.muon else 0
         return omega.Rule(self.memory, self.loss, self.window, self.chunk, every, self.ns_steps, self.ns_coefficients,
                           self.ns_straight_through,
-                          forget=self.forget, norm=self.memory_norm)
+                          forget=self.forget, norm=self.memory_norm, ball=self.max_norm)
 
 
 # Table 1 of the paper as differences from Config's defaults, which are `atlas`. A blank is as in `atlas`: polynomial phi.

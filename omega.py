@@ -43,9 +43,18 @@ class Rule(NamedTuple):
     straight_through: bool = False
     forget: str = "zero"                                      # what keep < 1 leads back to: zero as printed, or M0 ("start")  (choice 21)
     norm: bool = False                                        # a layer norm inside the memory, for mlp and gated
+    ball: float = 0.0                                         # largest norm of a matrix of W at a chunk boundary; 0: none  (choice 22)
 
     def ns(self, S):
         return newton_schulz(S, self.ns_steps, self.ns_coefficients, self.straight_through)
+
+
+    def bound(self, W):
+        """W, with matrices of a norm above `ball` scaled back to it: a chunk's one big step may overshoot, but cannot run away."""
+        if not self.ball:
+            return W
+        norms = (torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True) for w in W)
+        return tuple(w * (self.ball / n.clamp_min(self.ball)) for w, n in zip(W, norms))
 
 
 class Gates(NamedTuple):
@@ -115,6 +124,8 @@ def omega_ref(rule, phi, q, k, v, gates, state):
                 O = tuple(rule.ns(s) for s in S)                                 # Eq 40
             W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32, choices 4 and 5
             ys.append(M(W, q[t]))                                                # choice 3: read after write
+            if (pos + t + 1) % rule.chunk == 0:
+                W = rule.bound(W)
         return torch.stack(ys), W, S if len(momentum) else (), anchor, O
 
     gates = (() if g is None else g for g in gates)
@@ -249,6 +260,7 @@ def cuts(T, pos, chunk):
 def advance(rule, state, W, S, O, length):
     """The state `length` tokens on; at a chunk boundary the anchor moves to W."""
     pos = (state.pos + length) % rule.chunk
+    W = W if pos else rule.bound(W)
     return state._replace(W=W, S=S, anchor=state.anchor if pos else W, O=O if pos else (), pos=pos)
 
 

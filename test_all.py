@@ -1049,6 +1049,36 @@ def test_bad_configurations():
         assert "\n" not in str(caught.value)
 
 
+# ---- the ball of choice 22
+
+@pytest.mark.parametrize("muon_every", [0, 4], ids=["omeganet", "atlas"])
+def test_ball_is_the_reference(muon_every):
+    """A bound that only the fast form applies, or in the middle of a chunk, makes outputs depend on how the text is cut."""
+    rule, phi = Rule("mlp", "l2", 3, 8, muon_every, forget="start", ball=0.4), make_phi("monomial", 4, 2)
+    M0 = [0.5 * randn(2, *s) for s in memory.shapes("mlp", phi.out_dim, 5, 4)]
+    q, k, v = (unit(2, 2, 21, 4) for _ in range(3))
+    gates = Gates(0.5 + 0.5 * rand(2, 2, 21), 0.3 * rand(2, 2, 21), 0.9 * rand(2, 2, 21), rand(2, 2, 21, 3))
+    (y, state), (y_ref, ref) = (f(rule, phi, q, k, v, gates, start(rule, phi, M0, 2)) for f in (omega, omega_ref))
+    close(y, y_ref)
+    for a, b in zip(state.anchor + state.W, ref.anchor + ref.W):
+        close(a, b)
+    assert max(torch.linalg.matrix_norm(w).max() for w in state.anchor) == pytest.approx(0.4)    # it was at work
+
+
+@pytest.mark.parametrize("preset", ["omeganet", "titans", "atlas", "dot"])
+def test_no_text_makes_the_memory_run_away(preset):
+    """Gates that learned to write as fast as they can: a repeated token overshoots further with every chunk, up to NaN."""
+    model = models.build(preset, vocab_size=20, n_layer=1, max_step=8.0)
+    for parameter in model.blocks[0].mixer.M0:
+        parameter.data *= 3
+    model.blocks[0].mixer.gates.bias.data.view(4, -1)[:, 1] = 5.0
+    tokens, state = torch.arange(20)[:, None].expand(20, 128), None
+    with torch.no_grad():
+        for _ in range(4 if preset == "dot" else 12):
+            logits, state = model(tokens, state)
+    assert logits.isfinite().all() and all(t.isfinite().all() for t in tensors(state))
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # data.py
 
@@ -2707,6 +2737,8 @@ MUTANTS = [
     ("top-k keeps one more", "models.py", "logits[:, top_k:]", "logits[:, top_k + 1:]", "test_sample_filters"),
     ("temperature ignored", "models.py", "(logits / temperature)", "(logits / 1)", "test_sample_probabilities"),
     ("summed cross entropy", "models.py", "ignore_index=-100)", "ignore_index=-100, reduction='sum')", "test_loss_counts_what_it_should"),
+    ("no bound on the memory", "omega.py", "if not self.ball:", "if True:", "test_no_text_makes_the_memory_run_away[omeganet]"),
+    ("the bound within a chunk", "omega.py", "W = W if pos else rule.bound(W)", "W = rule.bound(W)", "test_ball_is_the_reference[omeganet]"),
     ("detach detaches nothing", "models.py", "return state.detach()", "return state", "test_detach"),
 ]
 
