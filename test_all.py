@@ -1062,7 +1062,7 @@ def test_ball_is_the_reference(muon_every):
     close(y, y_ref)
     for a, b in zip(state.anchor + state.W, ref.anchor + ref.W):
         close(a, b)
-    assert max(torch.linalg.matrix_norm(w).max() for w in state.anchor) == pytest.approx(0.4)    # it was at work
+    assert max(torch.linalg.matrix_norm(w).max().item() for w in state.anchor) == pytest.approx(0.4)      # it was at work
 
 
 @pytest.mark.parametrize("preset", ["omeganet", "titans", "atlas", "dot"])
