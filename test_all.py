@@ -731,8 +731,8 @@ def test_state_dict_round_trip(preset):
 def test_config_reaches_the_rule():
     """Every flag of the inner loop must arrive under its own name; muon_every never exceeds the chunk, and is 0 without Muon."""
     config = models.Config(memory="gated", loss="dot", window=3, chunk=5, muon_every=2, ns_steps=4, ns_coefficients="cubic",
-                           memory_norm=True, forget="zero")
-    assert config.rule() == Rule("gated", "dot", 3, 5, 2, 4, "cubic", norm=True, forget="zero")
+                           ns_straight_through=True, memory_norm=True, forget="zero", max_norm=7.0)
+    assert config.rule() == Rule("gated", "dot", 3, 5, 2, 4, "cubic", True, norm=True, forget="zero", ball=7.0)
     assert models.Config(forget="start").rule().forget == "start"
     assert models.Config(chunk=5, muon_every=64).rule().muon_every == 5
     assert models.Config(muon=False).rule().muon_every == 0
