@@ -1079,7 +1079,7 @@ def test_no_text_makes_the_memory_run_away(preset):
     assert logits.isfinite().all() and all(t.isfinite().all() for t in tensors(state))
 
 
-@every_model
+@pytest.mark.parametrize("preset, more", [m for name, m in MODELS.items() if name in models.PRESETS or name.endswith(models.WIRINGS)])
 def test_every_model_trains(preset, more):
     """50 steps on text: no NaN, and a loss that falls, for every preset in every wiring."""
     model = small(preset, **{**more, "n_layer": 1, "vocab_size": 128, "chunk": 8, "muon_every": 8})
