@@ -52,6 +52,16 @@ def apply(kind, read, x, r, norm=False):
     return r + (F.rms_norm(f, f.shape[-1:], eps=EPS) if norm else f)
 
 
+def feature_major(x):
+    """Do the rows of x (..., n, E) lie in memory as columns, as monomials do (poly.py)?"""
+    return x.stride(-2) == 1 < x.stride(-1)
+
+
+def product(x, W):
+    """x W, for a feature-major x as (W^T x^T)^T: its gradient then lies as x does, and need not be reordered."""
+    return (W.mT @ x.mT).mT if feature_major(x) else x @ W
+
+
 def loss(kind, y, v):
     """The attentional bias l(y; v), summed over everything (choice 1); 1/2 makes the l2 error y - v (choice 2)."""
     if kind == "l2":
@@ -80,13 +90,13 @@ def gradients(kind, loss_kind, W, x, r, v, norm=False):
     and the error signals that leave it. This is backpropagation written out; autograd of `loss` is what tests compare it with.
     """
     if kind == "linear":
-        return [(x, error(loss_kind, x @ W[0], v))]
-    z = x @ W[0]
+        return [(x, error(loss_kind, product(x, W[0]), v))]
+    z = product(x, W[0])
     h = F.gelu(z)
     if kind == "mlp":
         e = output_error(loss_kind, h @ W[1], r, v, norm)
         return [(x, gelu_backward(e @ W[1].mT, z)), (h, e)]
-    g = x @ W[1]
+    g = product(x, W[1])
     a = h * g
     e = output_error(loss_kind, a @ W[2], r, v, norm)
     da = e @ W[2].mT
@@ -103,6 +113,23 @@ def output_error(loss_kind, f, r, v, norm):
     return scale * (e - n * (n * e).mean(-1, keepdim=True))
 
 
-def gelu_backward(d, z):
-    """d * gelu'(z), torch's own fused kernel (it is differentiable again, which the outer loop needs)."""
-    return torch.ops.aten.gelu_backward(d, z)
+class GeluBackward(torch.autograd.Function):
+    """d * gelu'(z) by torch's fused kernel; its own gradient, which the outer loop needs, in seven operations for autograd's twenty.
+
+    gelu(z) = z Phi(z), so gelu' = Phi + z pdf and gelu'' = (2 - z^2) pdf.
+    """
+
+    @staticmethod
+    def forward(ctx, d, z):
+        ctx.save_for_backward(d, z)
+        return torch.ops.aten.gelu_backward(d, z)
+
+    @staticmethod
+    def backward(ctx, g):
+        d, z = ctx.saved_tensors
+        square = z * z
+        pdf = (square * -0.5).exp_()
+        return torch.ops.aten.gelu_backward(g, z), (2 - square).mul_(pdf).mul_(d).mul_(g * (2 * torch.pi) ** -0.5)
+
+
+gelu_backward = GeluBackward.apply

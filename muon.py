@@ -4,6 +4,13 @@
 
 With Muon's coefficients five steps end with singular values in about [0.68, 1.2], and more steps do not converge; the
 classical cubic does converge to the nearest semi-orthogonal matrix, slowly (the paper's "k -> infinity").
+
+`newton_schulz_ref` is this text. `newton_schulz` is the same function on the small Gram matrix G = X X^T, for several
+matrices in one call: a step multiplies X by Q = a I + b G + c G^2, so
+
+    R <- Q R,   G <- Q G Q,   and once, at the end,   NS(S) = R S / |S|_F
+
+All of R, Q, G are polynomials of the first G: symmetric, and they commute.
 """
 import torch
 
@@ -13,47 +20,109 @@ COEFFICIENTS = {
 }
 
 
+def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False):
+    """NS(S) as printed, on the short side, with autograd's own gradient; arguments and returns of `newton_schulz`."""
+    if S.shape[-2] > S.shape[-1]:
+        return newton_schulz_ref(S.mT, steps, coefficients, straight_through).mT
+    a, b, c = COEFFICIENTS[coefficients]
+    X = start = unit(S)
+    for _ in range(steps):
+        G = X @ X.mT
+        X = a * X + (b * G + c * (G @ G)) @ X
+    return start + (X - start).detach() if straight_through else X
+
+
+def unit(S):
+    """S / |S|_F; a zero matrix stays zero and passes no gradient."""
+    norm = torch.linalg.vector_norm(S, dim=(-2, -1), keepdim=True)
+    tiny = torch.finfo(S.dtype).tiny * 1e3
+    return S * torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)
+
+
 def newton_schulz(S, steps=5, coefficients="muon", straight_through=False):
     """NS(S), an odd polynomial of S with the singular vectors of S: (..., m, n) -> (..., m, n), any leading dimensions.
 
-    Scale invariant: NS(c S) = NS(S) for c > 0; NS(0) = 0 with zero gradient. The outer gradient goes through (choice 14), or with
-    `straight_through` sends the outer gradient past
-    the iteration as if it were S / |S|_F. Raises ValueError for unknown coefficients.
+    S may be a tuple of such stacks, of any shapes: all of the same short side then share one iteration. Scale invariant: NS(c S) =
+    NS(S) for c > 0, but |S|^2 has to fit the dtype; NS(0) = 0 with zero gradient. The outer gradient goes through (choice 14), or
+    with `straight_through` past the iteration as if NS(S) were S / |S|_F. Raises ValueError for unknown coefficients.
     """
     if coefficients not in COEFFICIENTS:
         raise ValueError(f"unknown coefficients {coefficients!r}; choose one of {', '.join(COEFFICIENTS)}")
-    norm = torch.linalg.vector_norm(S, dim=(-2, -1), keepdim=True)
-    tiny = torch.finfo(S.dtype).tiny * 1e3
-    X = S * torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)        # a zero matrix stays zero and passes no gradient
-    if straight_through:
-        return X + (_iterate(X.detach(), steps, COEFFICIENTS[coefficients]) - X).detach()
-    return _iterate(X, steps, COEFFICIENTS[coefficients])
-
-
-def _iterate(X, steps, abc):
-    """a X + b (X X^T) X + c (X X^T)^2 X, `steps` times, for X (..., m, n)."""
-    if X.shape[-2] > X.shape[-1]:                                        # X X^T on the short side
-        return _iterate(X.mT, steps, abc).mT
-    a, b, c = abc
-    lead, X = X.shape[:-2], X.reshape(-1, *X.shape[-2:])
-    if X.shape[-1] < 2 * X.shape[-2] or steps > 5 or X.dtype in (torch.float16, torch.bfloat16):
-        for _ in range(steps):
-            A = X @ X.mT
-            H = torch.baddbmm(A, A, A, beta=b, alpha=c)                  # b A + c A^2
-            X = torch.baddbmm(X, H, X, beta=a)
-        return X.view(*lead, *X.shape[1:])
-    # Much wider than tall: iterate on the small Gram matrix G = X X^T. A step multiplies X by a I + H, symmetric and commuting
-    # with G, so G <- (a I + H) G (a I + H), and the product R of all steps meets X once, at the end. Rounding errors of G grow
-    # with each step, so this is for few steps in float32 or better.
-    G, R = X @ X.mT, None
-    for i in range(steps):
-        H = torch.baddbmm(G, G, G, beta=b, alpha=c)
-        if R is None:
-            R = H + a * torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+    many = S if isinstance(S, tuple) else (S,)
+    exact = straight_through or steps > 5 or many[0].dtype in (torch.float16, torch.bfloat16)
+    out = [None] * len(many)
+    for side in {min(s.shape[-2:]) for s in many}:
+        same = [i for i, s in enumerate(many) if min(s.shape[-2:]) == side]
+        if exact or all(max(many[i].shape[-2:]) < 2 * side for i in same):       # G squares the condition: only where it pays
+            for i in same:
+                out[i] = newton_schulz_ref(many[i], steps, coefficients, straight_through)
         else:
-            R = torch.baddbmm(R, H, R, beta=a)
-        if i + 1 < steps:
-            G = torch.baddbmm(G, H, G, beta=a)
-            G = torch.baddbmm(G, G, H, beta=a)
-    X = R @ X
-    return X.view(*lead, *X.shape[1:])
+            stacks = [many[i].reshape(-1, *many[i].shape[-2:]) for i in same]
+            for i, x in zip(same, GramNewtonSchulz.apply(steps, COEFFICIENTS[coefficients], *stacks)):
+                out[i] = x.view(many[i].shape)
+    return tuple(out) if isinstance(S, tuple) else out[0]
+
+
+def gram(S, X):
+    """S X^T on the short side of S."""
+    return S.mT @ X if S.shape[-2] > S.shape[-1] else S @ X.mT
+
+
+def times(R, S):
+    """R S on the short side of S, for a symmetric R."""
+    return S @ R if S.shape[-2] > S.shape[-1] else R @ S
+
+
+class GramNewtonSchulz(torch.autograd.Function):
+    """NS of stacks of matrices with the same short side s, (N, m, n) each, with its gradient written out.
+
+    Autograd of the same lines costs three times as much: its products are as small as s x s, and it has many more of them.
+    """
+
+    @staticmethod
+    def forward(ctx, steps, abc, *stacks):
+        a, b, c = abc
+        G0 = torch.cat([gram(S, S) for S in stacks])
+        square = G0.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]            # |S|^2
+        tiny = torch.finfo(G0.dtype).tiny * 1e3
+        scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)    # 1 / |S|
+        eye = a * torch.eye(G0.shape[-1], dtype=G0.dtype, device=G0.device)
+        Gs, Qs, Rs = [G0 * scale.square()], [], []            # of each step, R after it
+        for i in range(steps):
+            G = Gs[-1] if i == 0 else Qs[-1] @ Gs[-1] @ Qs[-1]
+            Gs[i:] = [G]
+            Qs.append(torch.baddbmm(eye + b * G, G, G, alpha=c))
+            Rs.append(Qs[-1] @ Rs[-1] if Rs else Qs[-1])
+        P = Rs[-1] * scale
+        ctx.abc, ctx.steps, ctx.sizes = abc, steps, [len(S) for S in stacks]
+        ctx.save_for_backward(scale, P, *Gs, *Qs, *Rs, *stacks)
+        return tuple(times(p, S) for p, S in zip(P.split(ctx.sizes), stacks))
+
+    @staticmethod
+    def backward(ctx, *dXs):
+        """With P = R / |S|: X = P S, so dS = P dX + (dG + dG^T) S, where G = S S^T gets its gradient through P.
+
+        All is symmetric, so gradients may be made so: then dG + dG^T = 2 dG.
+        """
+        (scale, P, *saved), n, (_, b, c) = ctx.saved_tensors, ctx.steps, ctx.abc
+        Gs, Qs, Rs, stacks = saved[:n], saved[n: 2 * n], saved[2 * n: 3 * n], saved[3 * n:]
+        dP = symmetric(torch.cat([gram(dX, S) for dX, S in zip(dXs, stacks)]))
+        dR, dG = dP * scale, None
+        for i in reversed(range(n)):
+            G, Q = Gs[i], Qs[i]
+            dQ = dR @ Rs[i - 1] if i else dR                                     # R = Q R_before
+            if dG is not None:                                                   # G_after = Q G Q
+                half = dG @ Q
+                dQ, dG = torch.baddbmm(dQ, half, G, alpha=2), Q @ half
+            dQ, dR = symmetric(dQ), Q @ dR if i else None
+            direct = torch.baddbmm(dQ, dQ, G, beta=b, alpha=2 * c)               # Q = a I + b G + c G^2
+            dG = symmetric(direct if dG is None else dG + direct)
+        # G = G0 / |S|^2, P = R / |S|, |S|^2 = trace of G0
+        along = (dG * Gs[0]).sum((-2, -1), keepdim=True) + 0.5 * (dP * P).sum((-2, -1), keepdim=True)
+        dG = 2 * scale.square() * (dG - along * torch.eye(dG.shape[-1], dtype=dG.dtype, device=dG.device))
+        parts = zip(dXs, stacks, P.split(ctx.sizes), dG.split(ctx.sizes))
+        return None, None, *(times(p, dX) + times(g, S) for dX, S, p, g in parts)
+
+
+def symmetric(A):
+    return 0.5 * (A + A.mT)

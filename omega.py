@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 import memory
-from muon import newton_schulz
+from muon import newton_schulz, newton_schulz_ref
 
 
 class Rule(NamedTuple):
@@ -45,9 +45,10 @@ class Rule(NamedTuple):
     norm: bool = False                                        # a layer norm inside the memory, for mlp and gated
     ball: float = 0.0                                         # largest norm of a matrix of W at a chunk boundary; 0: none  (choice 22)
 
-    def ns(self, S):
-        return newton_schulz(S, self.ns_steps, self.ns_coefficients, self.straight_through)
-
+    @property
+    def newton_schulz(self):
+        """The arguments of Newton-Schulz."""
+        return self.ns_steps, self.ns_coefficients, self.straight_through
 
     def bound(self, W):
         """W, with matrices of a norm above `ball` scaled back to it: a chunk's one big step may overshoot, but cannot run away."""
@@ -76,6 +77,7 @@ class State(NamedTuple):
     v: torch.Tensor
     keys: torch.Tensor | None                                 # (B, H, t, D) all keys so far, for `exp` features only
     pos: int                                                  # tokens since the chunk boundary, t mod chunk
+    zero: bool = False                                        # W (counted from M0) and S are still zero: products with them are skipped
 
 
 def start(rule, phi, M0, batch, S0=None, momentum=True):
@@ -85,12 +87,17 @@ def start(rule, phi, M0, batch, S0=None, momentum=True):
     W = tuple(torch.zeros_like(w) for w in W) if base else W
     S = () if not momentum else S0 or tuple(torch.zeros_like(w) for w in W)
     none = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
-    return State(base, W, S, W, (), none, none, none if phi.kind == "exp" else None, 0)
+    return State(base, W, S, W, (), none, none, none if phi.kind == "exp" else None, 0, bool(base) and S0 is None)
 
 
 def total(state):
     """The weights the memory computes with now."""
     return tuple(a + b for a, b in zip(state.M0, state.W)) if state.M0 else state.W
+
+
+def anchor(state):
+    """The weights it computed with at the last chunk boundary."""
+    return state.M0 if state.zero else total(state._replace(W=state.anchor))
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -103,16 +110,16 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     """
     pos, n = state.pos, state.k.shape[2]
 
-    def one(M0, W, S, anchor, O, ks, vs, q, k, v, keep, step, momentum, gate):       # one sequence, one head
+    def one(M0, W, S, anchor, O, xq, q, xs, ks, vs, keep, step, momentum, gate):     # one sequence, one head
         def window_loss(W, i, weights):
-            return sum(w * memory.loss(rule.loss, M(W, ks[j]), vs[j]) for w, j in zip(weights, i))
+            return sum(w * memory.loss(rule.loss, M(W, xs[j], ks[j]), vs[j]) for w, j in zip(weights, i))
 
-        def M(W, k):
+        def M(W, x, r):
             W = tuple(a + b for a, b in zip(M0, W)) if M0 else W
-            return memory.apply(rule.memory, lambda i, rows: rows @ W[i], phi(k), k, rule.norm)
+            return memory.apply(rule.memory, lambda i, rows: rows @ W[i], x, r, rule.norm)
 
-        ks, vs, ys = torch.cat([ks, k]), torch.cat([vs, v]), []
-        for t in range(q.shape[0]):
+        ys = []
+        for t in range(len(q)):
             if (pos + t) % rule.chunk == 0:
                 anchor = W
             i = range(max(0, n + t - rule.window + 1), n + t + 1)                # this token and the window - 1 before it
@@ -121,20 +128,21 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             if rule.muon_every == 0:
                 O = S
             elif (pos + t) % rule.chunk % rule.muon_every == 0:
-                O = tuple(rule.ns(s) for s in S)                                 # Eq 40
+                O = tuple(newton_schulz_ref(s, *rule.newton_schulz) for s in S)  # Eq 40
             W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32, choices 4 and 5
-            ys.append(M(W, q[t]))                                                # choice 3: read after write
+            ys.append(M(W, xq[t], q[t]))                                         # choice 3: read after write
             if (pos + t + 1) % rule.chunk == 0:
                 W = rule.bound(W)
         return torch.stack(ys), W, S if len(momentum) else (), anchor, O
 
     gates = (() if g is None else g for g in gates)
     M0 = tuple(m.expand(len(q), *m.shape) for m in state.M0)
-    y, W, S, anchor, O = vmap(vmap(one))(M0, state.W, state.S, state.anchor, state.O, state.k, state.v, q, k, v, *gates)
+    ks, vs = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
+    y, W, S, anchor, O = vmap(vmap(one))(M0, state.W, state.S, state.anchor, state.O, phi(q), q, phi(ks), ks, vs, *gates)
     pos = (pos + q.shape[2]) % rule.chunk
     O = O if rule.muon_every and pos % rule.muon_every else ()
-    tail = [torch.cat([a, b], 2)[:, :, max(0, n + q.shape[2] - rule.window + 1):] for a, b in ((state.k, k), (state.v, v))]
-    return y, State(state.M0, W, S, anchor if pos else W, O, *tail, None, pos)
+    first = max(0, n + q.shape[2] - rule.window + 1)
+    return y, State(state.M0, W, S, anchor if pos else W, O, ks[:, :, first:], vs[:, :, first:], None, pos)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -153,22 +161,30 @@ class Tokens(NamedTuple):
 
 class Mixing(NamedTuple):
     """Everything in the formulas above that depends on the gates alone, for one chunk of c tokens and n = window - 1 + c pairs."""
-    keepprod: torch.Tensor                                    # (..., c, 1)  keep_1 .. keep_t
-    A: torch.Tensor                                           # (..., c, c)  prod keep_{n+1..t}
-    AS: torch.Tensor                                          # (..., c, c)  -A diag(step)
-    momprod: torch.Tensor | None                              # (..., r, 1)  momentum_1 .. momentum_t              } for the rows t
-    G: torch.Tensor                                           # (..., r, n)  Theta Gate, S_t = momprod_t S_0 + G X^T D } in `rows`
-    P: torch.Tensor | None = None                             # (..., c, n)  AS G                      }
-    u: torch.Tensor | None = None                             # (..., c, 1)  AS momprod                } without Newton-Schulz
-    scores: torch.Tensor | None = None                        # (..., c, n)  P o (phi(q) phi(k)^T)     }
+    G: torch.Tensor                                           # (..., r, n)  S_t = momprod_t S_0 + G X^T D, G = Theta Gate  } for r
+    momprod: torch.Tensor | None                              # (..., r, 1)  momentum_1 .. momentum_t, if there is momentum } rows t
+    # without Newton-Schulz                                     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
+    keepprod: torch.Tensor | None = None                      # (..., c, 1)  keep_1 .. keep_t
+    u: torch.Tensor | None = None                             # (..., c, 1)  -A diag(step) momprod
+    P: torch.Tensor | None = None                             # (..., c, n)  -A diag(step) G
+    scores: torch.Tensor | None = None                        # (..., c, n)  P o (phi(q) phi(k)^T)
+    # with Newton-Schulz, in blocks of m tokens                 W_t = since_t W_j + own_t O_j        W_j before block j, W_0 the first
+    since: torch.Tensor | None = None                         # (..., blocks, m, 1)  keep from the block's first token to t
+    own: torch.Tensor | None = None                           # (..., blocks, m, 1)  -sum of A[t, n] step_n over n <= t in the block
+    kept: torch.Tensor | None = None                          # (..., blocks, 1)  }  after block j:
+    coef: torch.Tensor | None = None                          # (..., blocks, blocks)  }  W = kept_j W_0 + sum_i coef[j, i] O_i
 
 
-def decay(factors):
-    """(..., c) -> prod factors_{1..t} (..., c, 1) and the lower triangle of prod factors_{n+1..t} (..., c, c)."""
-    logs = factors.clamp_min(torch.finfo(factors.dtype).tiny).log().cumsum(-1)
-    c = factors.shape[-1]
-    above = torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1)         # masked before exp, not after:
-    return logs.exp()[..., None], (logs[..., :, None] - logs[..., None, :] + above).exp()         # no 0 * inf in backward
+def log(gate):
+    return gate.clamp_min(torch.finfo(gate.dtype).tiny).log()
+
+
+def decay(logs, rows=slice(None)):
+    """log factors (..., c) -> prod factors_{1..t} (..., r, 1), lower triangle of prod factors_{n+1..t} (..., r, c); t in `rows`."""
+    logs, c = logs.cumsum(-1), logs.shape[-1]
+    last = logs[..., rows, None]
+    above = torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1)[rows]   # masked before exp, not after:
+    return last.exp(), (last - logs[..., None, :] + above).exp()                                 # no 0 * inf in backward
 
 
 def band(gate):
@@ -177,28 +193,53 @@ def band(gate):
     return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
-def mixing(rule, gates, rows, inner):
-    """Mixing of chunks whose gates are (..., c) and (..., c, window).
+def mixing(rule, gates, pos, inner):
+    """Mixing of chunks whose gates are (..., c) and (..., c, window); the first of their tokens is the pos-th of its chunk.
 
-    rows: the tokens whose S_t is wanted. inner: phi(q) phi(k)^T (..., c, n), or None with Newton-Schulz, which has no use for it.
+    inner: phi(q) phi(k)^T (..., c, n), or None with Newton-Schulz, which has no use for it. Then the r rows of G are the tokens at
+    which it is refreshed, and the last.
     """
-    keepprod, A = decay(gates.keep)
-    AS = A * -gates.step[..., None, :]
+    c, m = gates.keep.shape[-1], rule.muon_every
+    rows = refreshed(pos, c, m) + [c - 1] if m else slice(None)
     momprod, G = None, band(gates.gate)
     if gates.momentum is not None:
-        momprod, Theta = decay(gates.momentum)
-        momprod, Theta = momprod[..., rows, :], Theta[..., rows, :]
+        momprod, Theta = decay(log(gates.momentum), rows)
         G = Theta @ G                                         # Eq 39
     else:
         G = G[..., rows, :]
-    if inner is None:
-        return Mixing(keepprod, A, AS, momprod, G)
-    P = AS @ G
-    return Mixing(keepprod, A, AS, momprod, G, P, None if momprod is None else AS @ momprod, P * inner)
+    logs, minus_step = log(gates.keep), -gates.step
+    if not m:
+        keepprod, A = decay(logs)
+        A = A * minus_step[..., None, :]
+        P = A @ G
+        return Mixing(G, momprod, keepprod, None if momprod is None else A @ momprod, P, P * inner)
+    front, back = padding(pos, c, m)                          # tokens that are not there keep all and write nothing
+    logs, minus_step = (F.pad(a, (front, back)).unflatten(-1, (-1, m)) for a in (logs, minus_step))
+    since, A = decay(logs)
+    own = A @ minus_step[..., None]
+    kept, A = decay(logs.sum(-1))
+    return Mixing(G, momprod, since=since, own=own, kept=kept, coef=A * own[..., None, :, -1, 0])
+
+
+def refreshed(pos, length, every):
+    """The tokens at which Newton-Schulz is refreshed, in a stretch of `length` that begins `pos` tokens into its chunk."""
+    return list(range(-pos % every, length, every))
+
+
+def padding(pos, length, every):
+    """How many tokens are missing in the stretch's first block, and in its last."""
+    return pos % every, -(pos + length) % every
+
+
+def add_scaled(z, a, b):
+    """z + a * b in one pass; z may be None, for zero."""
+    return a * b if z is None else torch.addcmul(z, a, b)
 
 
 def add_product(z, a, b):
-    """z + a b for (B, H, ..) matrices, in one pass."""
+    """z + a b for (B, H, ..) matrices, in one pass; z may be None."""
+    if z is None:
+        return a @ b
     return torch.baddbmm(z.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, z.shape[:2])
 
 
@@ -224,16 +265,11 @@ def omega(rule, phi, q, k, v, gates, state):
         cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (fold(xq), look(xk))
         base = None
         if state.M0:                                          # the part of the first read that is the same for every W
-            base = torch.cat([(cxq.transpose(0, 1).flatten(1, 3) @ m) for m in state.M0[: firsts(rule)]], -1)
-            base = base.unflatten(1, (-1, count, length)).transpose(0, 1)
+            base = torch.cat([memory.product(cxq, m[:, None]) for m in state.M0[: firsts(rule)]], -1)
         parts = Tokens(cq, cxq, ck, cxk, cv, base, None if write_xk is None else look(write_xk))
-        rows, inner = slice(None), None
-        if rule.muon_every:
-            rows = block_starts(state.pos, length, rule.muon_every) + [length - 1]
-        else:
-            inner = phi.inner(cq, ck)
-        mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), rows, inner)
-        parts, mix = ([a if a is None else a.unbind(2) for a in group] for group in (parts, mix))
+        inner = None if rule.muon_every else phi.inner(cq, ck)
+        mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), state.pos, inner)
+        parts, mix = ([a if a is None else chunks(a) for a in group] for group in (parts, mix))
         step_chunk = muon_chunk if rule.muon_every else linear_chunk
         for j in range(count):                                # the only loop: chunk after chunk
             tokens, weights = ([a if a is None else a[j] for a in group] for group in (parts, mix))
@@ -250,6 +286,11 @@ def compile_chunks(**options):
                                         for f in (mixing, linear_chunk, muon_chunk))
 
 
+def chunks(a):
+    """(B, H, N, n, E) as N tensors (B, H, n, E); its gradient will lie in memory as it does."""
+    return [c.mT for c in a.mT.unbind(2)] if memory.feature_major(a) else a.unbind(2)
+
+
 def cuts(T, pos, chunk):
     """T tokens, the first `pos` tokens into a chunk, as runs of (length, count): count stretches of `length` tokens each."""
     head = min(T, -pos % chunk)
@@ -261,12 +302,7 @@ def advance(rule, state, W, S, O, length):
     """The state `length` tokens on; at a chunk boundary the anchor moves to W."""
     pos = (state.pos + length) % rule.chunk
     W = W if pos else rule.bound(W)
-    return state._replace(W=W, S=S, anchor=state.anchor if pos else W, O=O if pos else (), pos=pos)
-
-
-def block_starts(pos, length, every):
-    """The tokens of a chunk at which Newton-Schulz is refreshed, for a chunk that begins `pos` tokens into its own."""
-    return list(range(-pos % every, length, every))
+    return state._replace(W=W, S=S, anchor=state.anchor if pos else W, O=O if pos else (), pos=pos, zero=False)
 
 
 def firsts(rule):
@@ -275,9 +311,9 @@ def firsts(rule):
 
 
 def read_start(state, tokens, i, rows):
-    """rows M0[i], or zero where W is not counted from M0."""
+    """rows M0[i], or None where W is not counted from M0."""
     if not state.M0:
-        return 0
+        return None
     width = state.M0[i].shape[-1]
     return tokens.base[..., i * width: (i + 1) * width] if rows is tokens.xq else rows @ state.M0[i]
 
@@ -285,82 +321,73 @@ def read_start(state, tokens, i, rows):
 def linear_chunk(rule, state, tokens, mix):
     """One chunk (or a part of one) without Newton-Schulz: y (B, H, c, D), and the state after it."""
     q, xq, k, xk, v, _, write = tokens
-    anchor = total(state._replace(W=state.anchor))
-    pairs = memory.gradients(rule.memory, rule.loss, anchor, xk, k, v, rule.norm)                # x_i, d_i of every token
+    pairs = memory.gradients(rule.memory, rule.loss, anchor(state), xk, k, v, rule.norm)         # x_i, d_i of every token
 
     def read(i, rows):                                                           # r_t W_t for all t
         a, d = pairs[i]
-        z = mix.keepprod * (rows @ state.W[i]) + read_start(state, tokens, i, rows)
-        if state.S:
-            z = torch.addcmul(z, mix.u, rows @ state.S[i])
+        z = read_start(state, tokens, i, rows)
+        if not state.zero:
+            z = add_scaled(z, mix.keepprod, memory.product(rows, state.W[i]))
+            if state.S:
+                z = add_scaled(z, mix.u, memory.product(rows, state.S[i]))
         return add_product(z, mix.scores if a is xk else mix.P * (rows @ a.mT), d)
 
     y = memory.apply(rule.memory, read, xq, q, rule.norm)
     W, S = [], []
     for i, (a, d) in enumerate(pairs):
         a = write if write is not None and a is xk else a
-        last = mix.P[..., -1, :, None] * d
-        if state.S:                                           # both sums over the chunk in one product
-            last = torch.cat([last, mix.G[..., -1, :, None] * d], -1)
-            dW, dS = (a.mT @ last).chunk(2, -1)
-            W.append(mix.keepprod[..., -1:, :] * state.W[i] + mix.u[..., -1:, :] * state.S[i] + dW)
-            S.append(mix.momprod[..., -1:, :] * state.S[i] + dS)
-        else:
-            W.append(add_product(mix.keepprod[..., -1:, :] * state.W[i], a.mT, last))
+        if not state.S:
+            last = mix.P[..., -1, :, None] * d
+            W.append(add_product(None if state.zero else mix.keepprod[..., -1:, :] * state.W[i], a.mT, last))
+            continue
+        last = torch.cat([mix.P[..., -1, :, None] * d, mix.G[..., -1, :, None] * d], -1)
+        w, s = (a.mT @ last).chunk(2, -1)                     # both sums over the chunk in one product
+        if not state.zero:
+            w = w + mix.keepprod[..., -1:, :] * state.W[i] + mix.u[..., -1:, :] * state.S[i]
+            s = s + mix.momprod[..., -1:, :] * state.S[i]
+        W.append(w)
+        S.append(s)
     return y, advance(rule, state, tuple(W), tuple(S), (), q.shape[2])
 
 
 def muon_chunk(rule, state, tokens, mix):
-    """One chunk (or a part of one) with Newton-Schulz every `muon_every` tokens: y (B, H, c, D), and the state after it.
-
-    The rows of mix.G are those of the block starts, then the last token.
-    """
+    """One chunk (or a part of one) with Newton-Schulz every `muon_every` tokens: y (B, H, c, D), and the state after it."""
     q, xq, k, xk, v, _, write = tokens
-    keepprod, A, AS, momprod, G, *_ = mix
-    c, m = q.shape[2], rule.muon_every
-    into = state.pos % m                                      # tokens of the first block that are already behind us
-    fresh = block_starts(state.pos, c, m)
-    first = [0] + fresh if into else fresh                    # a block in progress goes on with the O it has
-    ends, blocks = [s - 1 for s in first[1:]], len(first)     # the last token before block 1, 2, ..
-
-    # c_{t,j} = -sum over the tokens n <= t of block j of A[t, n] step_n:   W_t = keepprod_t W_0 + sum_j c_{t,j} O_j
-    split = [b - a for a, b in zip(first, first[1:] + [c])]
-    coef = torch.stack([s.sum(-1) for s in AS.split(split, -1)], -1)             # (B, H, c, blocks)
-    ragged = into or blocks * m > c
-    fit = lambda a: F.pad(a, (0, 0, into, blocks * m - into - c)) if ragged else a
-    grid = lambda a: fit(a).unflatten(2, (blocks, m))                            # (B, H, blocks, m, ..)
-    own = grid(torch.cat([coef[:, :, a: a + n, j: j + 1] for j, (a, n) in enumerate(zip(first, split))], 2))
-    since = grid(torch.cat([keepprod[:, :, : split[0]]] + [A[:, :, e + 1: e + 1 + n, e: e + 1] for e, n in zip(ends, split[1:])], 2))
-
-    anchor = total(state._replace(W=state.anchor))
-    pairs = memory.gradients(rule.memory, rule.loss, anchor, xk, k, v, rule.norm)
-    S, O, W = [], [], []                                      # after the chunk; of each block; of each block's start
+    c, blocks, m = q.shape[2], *mix.since.shape[2:4]
+    front, back = padding(state.pos, c, m)
+    pairs = memory.gradients(rule.memory, rule.loss, anchor(state), xk, k, v, rule.norm)
+    S = []                                                    # of each matrix at the rows of mix.G: (B, H, r, in, out)
     for i, (a, d) in enumerate(pairs):
         a = write if write is not None and a is xk else a
-        s = a.mT @ torch.cat([g * d for g in G[..., None].unbind(2)], -1)        # S at all the rows of G in one product
-        s = s.unflatten(-1, (-1, d.shape[-1])).transpose(2, 3)                   # (B, H, rows, in, out)
-        if state.S:
-            s = torch.addcmul(s, momprod[..., None], state.S[i][:, :, None])
-        S.append(s[:, :, -1])
-        O.append(rule.ns(s[:, :, :-1]) if fresh else s[:, :, :0])
-        if into:
-            O[i] = torch.cat([state.O[i][:, :, None], O[i]], 2)
-        W.append(state.W[i][:, :, None])
-        if ends:
-            past = keepprod[:, :, ends, :, None] * W[i] + torch.einsum("bhtj,bhjef->bhtef", coef[:, :, ends], O[i])
-            W[i] = torch.cat([W[i], past], 2)
+        s = a.mT @ (mix.G.mT[..., None] * d[..., None, :]).flatten(-2)           # all rows in one product
+        s = s.unflatten(-1, (-1, d.shape[-1])).transpose(2, 3)
+        S.append(torch.addcmul(s, mix.momprod[..., None], state.S[i][:, :, None]) if state.S and not state.zero else s)
+    O = tuple(s[:, :, :-1] for s in S)
+    if O[0].shape[2]:
+        O = newton_schulz(O, *rule.newton_schulz)
+    if front:                                                 # a block in progress goes on with the O it has
+        O = tuple(torch.cat([old[:, :, None], o], 2) for old, o in zip(state.O, O))
+    W, end = [], []                                           # before each block (B, H, blocks, in, out), and after the last
+    for w, o in zip(state.W, O):
+        after = mix.coef @ o.flatten(-2) if blocks > 1 else mix.coef * o.flatten(-2)
+        after = (after if state.zero else after + mix.kept * w.flatten(-2)[:, :, None]).view(o.shape)
+        W.append(torch.cat([w[:, :, None], after[:, :, :-1]], 2) if blocks > 1 else w[:, :, None])
+        end.append(after[:, :, -1])
 
     def read(i, rows):
-        z, o = (grid(rows) @ torch.cat([W[i], O[i]], -1)).chunk(2, -1)
-        z = torch.addcmul(since * z, own, o).flatten(2, 3)
-        z = z[:, :, into: into + c] if ragged else z
-        return z + read_start(state, tokens, i, rows)
+        rows_of = (F.pad(rows, (0, 0, front, back)) if front or back else rows).unflatten(2, (blocks, m))
+        if state.zero and blocks == 1:
+            z = mix.own * memory.product(rows_of, O[i])
+        else:
+            z, o = memory.product(rows_of, torch.cat([W[i], O[i]], -1)).chunk(2, -1)
+            z = torch.addcmul(mix.since * z, mix.own, o)
+        z = z.flatten(2, 3)[:, :, front: front + c]
+        start = read_start(state, tokens, i, rows)
+        return z if start is None else z + start
 
     y = memory.apply(rule.memory, read, xq, q, rule.norm)
-    last = coef[:, :, -1, :, None, None]
-    end = tuple(keepprod[:, :, -1:] * w + (last * o).sum(2) for w, o in zip(state.W, O))
-    O = tuple(o[:, :, -1] for o in O) if (into + c) % m else ()
-    return y, advance(rule, state, end, tuple(S) if state.S else (), O, c)
+    S, O = (tuple(a[:, :, -1] for a in group) for group in (S, O))
+    return y, advance(rule, state, tuple(end), S if state.S else (), O if back else (), c)
 
 
 def write_keys(rule, state, q, k, ks):

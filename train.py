@@ -64,7 +64,7 @@ class TrainConfig:
     log_every: int = opt(10, "steps between log lines", low=1)
     sample_tokens: int = opt(200, "length of the sample at the end")
     device: str = opt("auto", "auto: cuda, else mps, else cpu", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = opt("auto", "of autocast; auto: bfloat16 on CUDA from SM 8.0 on, else float32",
+    dtype: str = opt("auto", "of autocast; auto: bfloat16 where it is native (CUDA from SM 8.0, AVX-512 BF16, AMX), else float32",
                      choices=("auto", "float32", "bfloat16"))
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
     threads: int = opt(0, "CPU threads; 0: torch decides")
@@ -276,7 +276,10 @@ def pick_device(name):
 
 def pick_dtype(name, device):
     if name == "auto":
-        name = "bfloat16" if device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0) else "float32"
+        cpu = getattr(torch.cpu, "get_capabilities", dict)()  # new in torch 2.12 or so
+        native = dict(cuda=device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0),
+                      cpu=cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
+        name = "bfloat16" if native.get(device.type) else "float32"
     return getattr(torch, name)
 
 
