@@ -601,7 +601,7 @@ def parse(argv):
     add("--model", action="append", choices=tuple(models.PRESETS), help="of layer, step and decode, likewise [all]")
     add("--minutes", type=float, default=2.0, metavar="X", help="about how long in all; more reaches further [2]")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="[auto: cuda if there is one]")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of autocast, as in train.py [auto]")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of autocast; auto: float32 on a CPU, as in train.py on a GPU [auto]")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads; one carries over between machines [1]")
     add("--json", metavar="FILE", help="write the JSON there, too")
@@ -622,7 +622,8 @@ def run(args):
     compile = device.type == "cuda" if args.compile is None else args.compile
     if compile:
         torch._dynamo.config.recompile_limit = 1000           # so many shapes in one process would fall back to eager
-    dtype, names = train.pick_dtype(args.dtype, device), args.model or list(models.PRESETS)
+    dtype = torch.float32 if args.dtype == "auto" and device.type == "cpu" else train.pick_dtype(args.dtype, device)
+    names = args.model or list(models.PRESETS)
     bench = Bench(device, dtype, compile, args.quick, names)
     about = dict(machine(device), dtype=str(dtype)[6:], compiled=compile, clock=clock_name(device))
     print("  ".join(f"{name} {value}" for name, value in about.items()))

@@ -108,8 +108,8 @@ PRESETS = {
     "swdt":            dict(memory="mlp",    loss="dot", window=8, features="exp",   keep=False, memory_norm=True, **_simple),  # Table 1
     "dot":             dict(memory="mlp",    loss="l2",  window=8, features="exp",   keep=False, **_simple),         # Eq 27
     "omeganet":        dict(memory="mlp",    loss="l2",  window=8,                               **_simple),         # Eq 10
-    "atlas":           dict(memory="mlp",    loss="l2",  window=8),                                                  # Eq 32, 33
-    "atlas++":         dict(memory="gated",  loss="l2",  window=8),                                                  # Eq 43
+    "atlas":           dict(memory="mlp",    loss="l2",  window=8,   chunk=128, muon_every=128),                     # Eq 32, 33
+    "atlas++":         dict(memory="gated",  loss="l2",  window=8,   chunk=128, muon_every=128),                     # Eq 43
 }
 
 # Sizes, under the preset: `tiny` is Config itself; from 170m on the shapes are those of the paper's Table 7, whose head dims

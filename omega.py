@@ -161,14 +161,16 @@ class Tokens(NamedTuple):
 
 class Mixing(NamedTuple):
     """Everything in the formulas above that depends on the gates alone, for one chunk of c tokens and n = window - 1 + c pairs."""
-    G: torch.Tensor                                           # (..., r, n)  S_t = momprod_t S_0 + G X^T D, G = Theta Gate  } for r
-    momprod: torch.Tensor | None                              # (..., r, 1)  momentum_1 .. momentum_t, if there is momentum } rows t
-    # without Newton-Schulz                                     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
+    # without Newton-Schulz     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i,   S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
     keepprod: torch.Tensor | None = None                      # (..., c, 1)  keep_1 .. keep_t
     u: torch.Tensor | None = None                             # (..., c, 1)  -A diag(step) momprod
     P: torch.Tensor | None = None                             # (..., c, n)  -A diag(step) G
     scores: torch.Tensor | None = None                        # (..., c, n)  P o (phi(q) phi(k)^T)
+    last: torch.Tensor | None = None                          # (..., n, 2)  the last rows of P and G; of P alone without momentum
+    end: torch.Tensor | None = None                           # (..., 3, 1)  the last of keepprod, u, momprod; of keepprod alone
     # with Newton-Schulz, in blocks of m tokens                 W_t = since_t W_j + own_t O_j        W_j before block j, W_0 the first
+    G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } at the tokens at which it is refreshed,
+    momprod: torch.Tensor | None = None                       # (..., r, 1)               } and the last
     since: torch.Tensor | None = None                         # (..., blocks, m, 1)  keep from the block's first token to t
     own: torch.Tensor | None = None                           # (..., blocks, m, 1)  -sum of A[t, n] step_n over n <= t in the block
     kept: torch.Tensor | None = None                          # (..., blocks, 1)  }  after block j:
@@ -211,14 +213,16 @@ def mixing(rule, gates, pos, inner):
     if not m:
         keepprod, A = decay(logs)
         A = A * minus_step[..., None, :]
-        P = A @ G
-        return Mixing(G, momprod, keepprod, None if momprod is None else A @ momprod, P, P * inner)
+        P, u = A @ G, None if momprod is None else A @ momprod
+        last, end = ([p[..., -1, :] for p in group if p is not None] for group in ((P, G), (keepprod, u, momprod)))
+        last = torch.stack(last if u is not None else last[:1], -1)
+        return Mixing(keepprod, u, P, P * inner, last, torch.stack(end, -2))
     front, back = padding(pos, c, m)                          # tokens that are not there keep all and write nothing
     logs, minus_step = (F.pad(a, (front, back)).unflatten(-1, (-1, m)) for a in (logs, minus_step))
     since, A = decay(logs)
     own = A @ minus_step[..., None]
     kept, A = decay(logs.sum(-1))
-    return Mixing(G, momprod, since=since, own=own, kept=kept, coef=A * own[..., None, :, -1, 0])
+    return Mixing(G=G, momprod=momprod, since=since, own=own, kept=kept, coef=A * own[..., None, :, -1, 0])
 
 
 def refreshed(pos, length, every):
@@ -231,16 +235,80 @@ def padding(pos, length, every):
     return pos % every, -(pos + length) % every
 
 
-def add_scaled(z, a, b):
-    """z + a * b in one pass; z may be None, for zero."""
-    return a * b if z is None else torch.addcmul(z, a, b)
+class ReadWrite(torch.autograd.Function):
+    """What one chunk does to one matrix of the memory, without Newton-Schulz, with its gradient written out:
+
+        z = base + keepprod * (R W) + u * (R S) + Q D,   Q = P o (R X^T)         reads r_t W_t of all t
+        W <- keep W + u S + X^T (P_last * D),   S <- mom S + X^T (G_last * D)    the state after the chunk
+
+    R (N, c, in), W and S (N, in, out), X (N, n, in), D (N, n, out), the rest as in Mixing; base is R M0 or None. Q itself may be given
+    (`scores`) in the place of P. W is None where both are zero, S where there is no momentum. Autograd of the same lines needs twice
+    the time and the memory: it takes each product and sum for itself.
+    """
+
+    @staticmethod
+    def forward(ctx, R, W, S, X, D, base, P, scores, keepprod, u, last, end):
+        product, out = memory.product, D.shape[-1]
+        WS = W if W is None or S is None else torch.cat([W, S], -1)
+        RX = None if P is None else R @ X.mT
+        Q = scores if P is None else P * RX
+        z = Q @ D if base is None else torch.baddbmm(base, Q, D)
+        reads = None
+        if W is not None:
+            reads = product(R, WS)
+            z = torch.addcmul(z, keepprod, reads[..., :out])
+        D2 = (last[..., None] * D[..., None, :]).flatten(-2)  # P_last * D | G_last * D
+        new = X.mT @ D2
+        W_end, S_end = new[..., :out], new[..., out:] if u is not None else None
+        if W is not None:
+            W_end = torch.addcmul(W_end, end[:, :1], W)
+            if S is not None:
+                z = torch.addcmul(z, u, reads[..., out:])
+                W_end = torch.addcmul(W_end, end[:, 1:2], S)
+                S_end = torch.addcmul(S_end, end[:, 2:], S)
+        ctx.save_for_backward(R, WS, X, D, P, Q, RX, reads, keepprod, u, last, end, D2)
+        ctx.has_base = base is not None
+        ctx.set_materialize_grads(False)
+        return z, W_end, S_end
+
+    @staticmethod
+    def backward(ctx, dz, dW_end, dS_end):
+        R, WS, X, D, P, Q, RX, reads, keepprod, u, last, end, D2 = ctx.saved_tensors
+        out, dz = D.shape[-1], dz if dz is not None else D.new_zeros(*R.shape[:2], D.shape[-1])
+        dQ, dD = dz @ D.mT, Q.mT @ dz
+        dR = dW = dS = dX = dkeepprod = du = dlast = dend = dP = None
+        if WS is not None:
+            dreads = keepprod * dz if u is None else torch.cat([keepprod * dz, u * dz], -1)
+            dW, *dS = (R.mT @ dreads).split(out, -1)
+            dR = transposed_product(dreads, WS, R)
+            dkeepprod, *du = (reads.unflatten(-1, (-1, out)) * dz[..., None, :]).sum(-1).split(1, -1)
+            dS, du = (a[0] if a else None for a in (dS, du))
+        if dW_end is not None or dS_end is not None:          # else nobody reads the state after this chunk
+            dW_end, dS_end = (D.new_zeros(len(D), X.shape[-1], out) if a is None else a for a in (dW_end, dS_end))
+            dnew = dW_end if u is None else torch.cat([dW_end, dS_end], -1)
+            dD2 = (X @ dnew).unflatten(-1, (-1, out))         # (N, n, 2, out)
+            dlast = (dD2 * D[..., None, :]).sum(-1)
+            dD = dD + (dD2 * last[..., None]).sum(-2)
+            dX = transposed_product(D2, dnew, X)
+            if WS is not None:
+                W, S = WS[..., :out], WS[..., out:]
+                dW = torch.addcmul(dW, end[:, :1], dW_end)
+                dend = [(dW_end * W).sum((-2, -1))]
+                if u is not None:
+                    dS = torch.addcmul(torch.addcmul(dS, end[:, 1:2], dW_end), end[:, 2:], dS_end)
+                    dend += [(dW_end * S).sum((-2, -1)), (dS_end * S).sum((-2, -1))]
+                dend = torch.stack(dend, -1)[..., None]
+        if P is not None:                                     # Q = P o (R X^T)
+            dRX = dQ * P
+            dP, dQ = dQ * RX, None
+            dR = dRX @ X if dR is None else torch.baddbmm(dR, dRX, X)
+            dX = dRX.mT @ R if dX is None else torch.baddbmm(dX, dRX.mT, R)
+        return dR, dW, dS, dX, dD, dz if ctx.has_base else None, dP, dQ, dkeepprod, du, dlast, dend
 
 
-def add_product(z, a, b):
-    """z + a b for (B, H, ..) matrices, in one pass; z may be None."""
-    if z is None:
-        return a @ b
-    return torch.baddbmm(z.flatten(0, 1), a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, z.shape[:2])
+def transposed_product(g, W, x):
+    """g W^T, the gradient of x where g is that of x W; it lies in memory as x does."""
+    return (W @ g.mT).mT if memory.feature_major(x) else g @ W.mT
 
 
 def omega(rule, phi, q, k, v, gates, state):
@@ -322,32 +390,25 @@ def linear_chunk(rule, state, tokens, mix):
     """One chunk (or a part of one) without Newton-Schulz: y (B, H, c, D), and the state after it."""
     q, xq, k, xk, v, _, write = tokens
     pairs = memory.gradients(rule.memory, rule.loss, anchor(state), xk, k, v, rule.norm)         # x_i, d_i of every token
+    flat = lambda a: None if a is None else a.flatten(0, 1)                      # (B, H, ..) -> (B H, ..)
+    keepprod, u, P, scores, last, end = map(flat, mix[:6])
+    W, S = [], []
 
     def read(i, rows):                                                           # r_t W_t for all t
         a, d = pairs[i]
-        z = read_start(state, tokens, i, rows)
-        if not state.zero:
-            z = add_scaled(z, mix.keepprod, memory.product(rows, state.W[i]))
-            if state.S:
-                z = add_scaled(z, mix.u, memory.product(rows, state.S[i]))
-        return add_product(z, mix.scores if a is xk else mix.P * (rows @ a.mT), d)
+        old = (None, None) if state.zero else (state.W[i], state.S[i] if state.S else None)
+        base = read_start(state, tokens, i, rows)
+        if a is xk:
+            Q, a = (None, scores), a if write is None else write
+        else:
+            Q = (P, None)
+        z, w, s = ReadWrite.apply(flat(rows), *map(flat, (*old, a, d, base)), *Q, keepprod, u, last, end)
+        W.append(w.unflatten(0, q.shape[:2]))
+        S.append(s if s is None else s.unflatten(0, q.shape[:2]))
+        return z.unflatten(0, q.shape[:2])
 
     y = memory.apply(rule.memory, read, xq, q, rule.norm)
-    W, S = [], []
-    for i, (a, d) in enumerate(pairs):
-        a = write if write is not None and a is xk else a
-        if not state.S:
-            last = mix.P[..., -1, :, None] * d
-            W.append(add_product(None if state.zero else mix.keepprod[..., -1:, :] * state.W[i], a.mT, last))
-            continue
-        last = torch.cat([mix.P[..., -1, :, None] * d, mix.G[..., -1, :, None] * d], -1)
-        w, s = (a.mT @ last).chunk(2, -1)                     # both sums over the chunk in one product
-        if not state.zero:
-            w = w + mix.keepprod[..., -1:, :] * state.W[i] + mix.u[..., -1:, :] * state.S[i]
-            s = s + mix.momprod[..., -1:, :] * state.S[i]
-        W.append(w)
-        S.append(s)
-    return y, advance(rule, state, tuple(W), tuple(S), (), q.shape[2])
+    return y, advance(rule, state, tuple(W), tuple(S) if state.S else (), (), q.shape[2])
 
 
 def muon_chunk(rule, state, tokens, mix):
