@@ -257,8 +257,7 @@ class ReadWrite(torch.autograd.Function):
         if W is not None:
             reads = product(R, WS)
             z = torch.addcmul(z, keepprod, reads[..., :out])
-        D2 = (last[..., None] * D[..., None, :]).flatten(-2)  # P_last * D | G_last * D
-        new = X.mT @ D2
+        new = X.mT @ (last[..., None] * D[..., None, :]).flatten(-2)             # with P_last * D | G_last * D
         W_end, S_end = new[..., :out], new[..., out:] if u is not None else None
         if W is not None:
             W_end = torch.addcmul(W_end, end[:, :1], W)
@@ -266,14 +265,15 @@ class ReadWrite(torch.autograd.Function):
                 z = torch.addcmul(z, u, reads[..., out:])
                 W_end = torch.addcmul(W_end, end[:, 1:2], S)
                 S_end = torch.addcmul(S_end, end[:, 2:], S)
-        ctx.save_for_backward(R, WS, X, D, P, Q, RX, reads, keepprod, u, last, end, D2)
+        ctx.save_for_backward(R, WS, X, D, P, scores, RX, reads, keepprod, u, last, end)
         ctx.has_base = base is not None
         ctx.set_materialize_grads(False)
         return z, W_end, S_end
 
     @staticmethod
     def backward(ctx, dz, dW_end, dS_end):
-        R, WS, X, D, P, Q, RX, reads, keepprod, u, last, end, D2 = ctx.saved_tensors
+        R, WS, X, D, P, scores, RX, reads, keepprod, u, last, end = ctx.saved_tensors
+        Q = scores if P is None else P * RX
         out, dz = D.shape[-1], dz if dz is not None else D.new_zeros(*R.shape[:2], D.shape[-1])
         dQ, dD = dz @ D.mT, Q.mT @ dz
         dR = dW = dS = dX = dkeepprod = du = dlast = dend = dP = None
@@ -289,7 +289,7 @@ class ReadWrite(torch.autograd.Function):
             dD2 = (X @ dnew).unflatten(-1, (-1, out))         # (N, n, 2, out)
             dlast = (dD2 * D[..., None, :]).sum(-1)
             dD = dD + (dD2 * last[..., None]).sum(-2)
-            dX = transposed_product(D2, dnew, X)
+            dX = transposed_product((last[..., None] * D[..., None, :]).flatten(-2), dnew, X)
             if WS is not None:
                 W, S = WS[..., :out], WS[..., out:]
                 dW = torch.addcmul(dW, end[:, :1], dW_end)

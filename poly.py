@@ -34,44 +34,56 @@ def monomial_table(dim, degree):
 
 
 class Monomials(torch.autograd.Function):
-    """All products of p factors out of (1, x), each once: (..., 1 + D, n) with ones in the first row -> (..., E, n).
+    """All products of p factors out of (1, x), each once, times scale[its degree] * root: (..., 1 + D, n) -> (..., E, n).
 
-    Those that begin with factor i are factor i times the products of p - 1 factors from i on, which are the last ones of their list:
-    1 + D broadcast products a degree. Feature-major, because these products then run along the n tokens; gathers, or products with
-    one-hot matrices, take five times as long on a CPU. Differentiable once.
+    x has ones in its first row. The products that begin with factor i are factor i times those of p - 1 factors from i on, which are
+    the last ones of their list: 1 + D broadcast products a degree. Feature-major, so that they run along the n tokens; gathers, or
+    matrix products with one-hot matrices, take longer on a CPU. Differentiable once, in x and scale.
     """
 
     @staticmethod
-    def forward(ctx, x, degree):
-        levels, n = [x], x.shape[-2]                          # the products of 1, 2, .. p factors
-        for p in range(2, degree + 1):
-            new = x.new_empty(*x.shape[:-2], math.comb(n + p - 1, p), x.shape[-1])
-            for i, tail, part in blocks(n, p, levels[-1], new):
-                torch.mul(x[..., i: i + 1, :], tail, out=part)
-            levels.append(new)
-        ctx.save_for_backward(*levels)
-        return levels[-1]
+    def forward(ctx, x, scale, degrees, root, p):
+        weight, levels, n = (scale[degrees] * root)[:, None], [x], x.shape[-2]       # levels: the products of 1, 2, .. factors
+        out = x * weight if p == 1 else None
+        for factors in range(2, p + 1):
+            out = x.new_empty(*x.shape[:-2], math.comb(n + factors - 1, factors), x.shape[-1])
+            for i, tail, rows in blocks(n, factors):
+                torch.mul(x[..., i: i + 1, :], levels[-1][..., tail, :], out=out[..., rows, :])
+                if factors == p:                              # while it is in the cache
+                    out[..., rows, :].mul_(weight[rows])
+            levels.append(out)
+        ctx.save_for_backward(out, scale, degrees, weight, *levels[:max(1, p - 1)])
+        ctx.p = p
+        return out
 
     @staticmethod
     def backward(ctx, g):
-        x, *levels = ctx.saved_tensors
-        n, dx = x.shape[-2], torch.zeros_like(x)
-        for p, level in reversed(list(enumerate([x, *levels][:-1], 2))):
+        (out, scale, degrees, weight, *levels), p = ctx.saved_tensors, ctx.p
+        x, whole = levels[0], g
+        n, dx = x.shape[-2], torch.zeros_like(x) if p > 1 else g * weight
+        for factors in range(p, 1, -1):
+            level = levels[factors - 2]
             d_level = torch.zeros_like(level)
-            parts = zip(blocks(n, p, level, g), blocks(n, p, d_level, g))
-            for (i, tail, part), (_, d_tail, _) in parts:
-                d_tail.addcmul_(x[..., i: i + 1, :], part)
-                dx[..., i, :] += (tail * part).sum(-2)
+            for i, tail, rows in blocks(n, factors):
+                part = g[..., rows, :] * weight[rows] if factors == p else g[..., rows, :]
+                d_level[..., tail, :].addcmul_(x[..., i: i + 1, :], part)
+                dx[..., i, :] += (level[..., tail, :] * part).sum(-2)
             g = d_level
-        return dx + g, None
+        dx = dx + g if p > 1 else dx
+        # Of g . phi_d, the part of degree d, all but the last are few rows; for the last, phi_d is homogeneous: sum_d d g . phi_d = x . dx
+        few = math.comb(n + p - 2, p - 1)
+        parts = (whole[..., :few, :] * out[..., :few, :]).transpose(0, -2).flatten(1).sum(-1)
+        parts = torch.zeros_like(scale).index_add(0, degrees[:few], parts)
+        parts[p] = ((x[..., 1:, :] * dx[..., 1:, :]).sum() - (parts * torch.arange(p + 1, device=x.device)).sum()) / p
+        return dx, parts / torch.where(scale == 0, 1, scale), None, None, None
 
 
-def blocks(n, p, level, new):
-    """For each of n factors i: i, the products of p - 1 factors from i on (views of `level`), and its products of p (of `new`)."""
-    at = 0
+def blocks(n, factors):
+    """For each of n factors i: i, where the products of one factor less from i on lie in their list, and the products with i in theirs."""
+    at, before = 0, math.comb(n + factors - 2, factors - 1)
     for i in range(n):
-        size = math.comb(n - i + p - 2, p - 1)
-        yield i, level[..., level.shape[-2] - size:, :], new[..., at: at + size, :]
+        size = math.comb(n - i + factors - 2, factors - 1)
+        yield i, slice(before - size, before), slice(at, at + size)
         at += size
 
 
@@ -111,8 +123,8 @@ class Features(nn.Module):
             return sum(s[i] * x ** i for i in range(self.degree + 1))
         if self.kind == "sketch":
             return torch.cat([s[0].expand(*x.shape[:-1], 1), s[1] * x, s[2] * (x @ self.sketch[0]) * (x @ self.sketch[1])], -1)
-        weight = s[self.degrees] * self.multinomial.sqrt()
-        return (weight[:, None] * Monomials.apply(nn.functional.pad(x.mT, (0, 0, 1, 0), value=1.0), self.degree)).mT
+        x = nn.functional.pad(x.mT, (0, 0, 1, 0), value=1.0)
+        return Monomials.apply(x, s, self.degrees, self.multinomial.sqrt(), self.degree).mT
 
     def inner(self, x, y):
         """phi(x) phi(y)^T: (..., n, D), (..., m, D) -> (..., n, m), through the kernel where there is one (cheaper by E / D)."""
