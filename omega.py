@@ -51,10 +51,13 @@ class Rule(NamedTuple):
         return self.ns_steps, self.ns_coefficients, self.straight_through
 
     def bound(self, W):
-        """W, with matrices of a norm above `ball` scaled back to it: a chunk's one big step may overshoot, but cannot run away."""
+        """W, with matrices of a norm above `ball` scaled back to it: a chunk's one big step may overshoot, but cannot run away.
+
+        The outer gradient takes the factor for a constant.
+        """
         if not self.ball:
             return W
-        norms = (torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True) for w in W)
+        norms = (torch.linalg.vector_norm(w.detach(), dim=(-2, -1), keepdim=True) for w in W)
         return tuple(w * (self.ball / n.clamp_min(self.ball)) for w, n in zip(W, norms))
 
 
