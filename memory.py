@@ -59,7 +59,7 @@ def feature_major(x):
 
 def product(x, W):
     """x W, for a feature-major x as (W^T x^T)^T: its gradient then lies as x does, and need not be reordered."""
-    return (W.mT @ x.mT).mT.contiguous() if feature_major(x) else x @ W
+    return (W.mT @ x.mT).transpose(-2, -1).contiguous() if feature_major(x) else x @ W
 
 
 def loss(kind, y, v):

@@ -261,7 +261,7 @@ class ReadWrite(torch.autograd.Function):
             reads = product(R, WS)
             z = torch.addcmul(z, keepprod, reads[..., :out])
         new = X.mT @ (last[..., None] * D[..., None, :]).flatten(-2)             # with P_last * D | G_last * D
-        W_end, S_end = new[..., :out], new[..., out:] if u is not None else None
+        W_end, S_end = new[..., :out], new[..., out:]         # S_end is empty without momentum
         if W is not None:
             W_end = torch.addcmul(W_end, end[:, :1], W)
             if S is not None:
@@ -407,7 +407,7 @@ def linear_chunk(rule, state, tokens, mix):
             Q = (P, None)
         z, w, s = ReadWrite.apply(flat(rows), *map(flat, (*old, a, d, base)), *Q, keepprod, u, last, end)
         W.append(w.unflatten(0, q.shape[:2]))
-        S.append(s if s is None else s.unflatten(0, q.shape[:2]))
+        S.append(s.unflatten(0, q.shape[:2]))
         return z.unflatten(0, q.shape[:2])
 
     y = memory.apply(rule.memory, read, xq, q, rule.norm)

@@ -1069,6 +1069,19 @@ def test_loss_counts_what_it_should():
     close(model.loss(x, torch.where(torch.arange(9) < 5, y, -100)), -p[:, :5].mean(), 1e-6)
 
 
+@pytest.mark.parametrize("preset", ["omeganet", "atlas"])
+def test_chunk_steps_compile_whole(preset, monkeypatch):
+    """One graph for a chunk's step, forward and backward, and the same numbers: a graph break costs a GPU more than it saves."""
+    for name in ("mixing", "linear_chunk", "muon_chunk"):
+        monkeypatch.setattr(omega_module, name, getattr(omega_module, name))       # put back the plain ones afterwards
+    model, x = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 8))
+    plain = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()), allow_unused=True)
+    omega_module.compile_chunks(backend="aot_eager", fullgraph=True)
+    compiled = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()), allow_unused=True)
+    for a, b in zip(compiled, plain, strict=True):
+        close(a, b)
+
+
 def test_bad_configurations():
     """Each mistake is one clear line that names the flag or the choices."""
     for call, word in [(lambda: models.build("altas"), "atlas"), (lambda: models.build("atlas", windw=3), "windw"),
