@@ -50,6 +50,7 @@ class Config:
     muon_every: int = opt(64, "tokens that share one Newton-Schulz; 1 is the paper's Eq 40")
     ns_steps: int = opt(5, "Newton-Schulz iterations")
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", choices=tuple(COEFFICIENTS))
+    ns_dtype: str = opt("float32", "precision inside of Newton-Schulz; bfloat16: for GPUs", choices=("float32", "bfloat16"))
     ns_straight_through: bool = opt(False, "send the outer gradient past Newton-Schulz instead of through it")
     features: str = opt("monomial", "feature map phi of keys and queries", choices=FEATURES)
     degree: int = opt(2, "polynomial degree of phi (the paper's p)")
@@ -89,7 +90,7 @@ class Config:
     def rule(self):
         every = min(self.muon_every, self.chunk) if self.muon else 0
         return omega.Rule(self.memory, self.loss, self.window, self.chunk, every, self.ns_steps, self.ns_coefficients,
-                          self.ns_straight_through,
+                          self.ns_straight_through, torch.bfloat16 if self.ns_dtype == "bfloat16" else None,
                           forget=self.forget, norm=self.memory_norm, ball=self.max_norm)
 
 

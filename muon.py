@@ -20,15 +20,17 @@ COEFFICIENTS = {
 }
 
 
-def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False):
+def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False, dtype=None):
     """NS(S) as printed, on the short side, with autograd's own gradient; arguments and returns of `newton_schulz`."""
     if S.shape[-2] > S.shape[-1]:
-        return newton_schulz_ref(S.mT, steps, coefficients, straight_through).mT
+        return newton_schulz_ref(S.mT, steps, coefficients, straight_through, dtype).mT
     a, b, c = COEFFICIENTS[coefficients]
-    X = start = unit(S)
+    start = unit(S)
+    X = start.to(dtype or S.dtype)
     for _ in range(steps):
         G = X @ X.mT
         X = a * X + (b * G + c * (G @ G)) @ X
+    X = X.to(S.dtype)
     return start + (X - start).detach() if straight_through else X
 
 
@@ -39,23 +41,24 @@ def unit(S):
     return S * torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)
 
 
-def newton_schulz(S, steps=5, coefficients="muon", straight_through=False):
+def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype=None):
     """NS(S), an odd polynomial of S with the singular vectors of S: (..., m, n) -> (..., m, n), any leading dimensions.
 
     S may be a tuple of such stacks, of any shapes: all of the same short side then share one iteration. Scale invariant: NS(c S) =
     NS(S) for c > 0, but |S|^2 has to fit the dtype; NS(0) = 0 with zero gradient. The outer gradient goes through (choice 14), or
-    with `straight_through` past the iteration as if NS(S) were S / |S|_F. Raises ValueError for unknown coefficients.
+    with `straight_through` past the iteration as if NS(S) were S / |S|_F. `dtype`: that of the iteration, if not that of S. Raises
+    ValueError for unknown coefficients.
     """
     if coefficients not in COEFFICIENTS:
         raise ValueError(f"unknown coefficients {coefficients!r}; choose one of {', '.join(COEFFICIENTS)}")
     many = S if isinstance(S, tuple) else (S,)
-    exact = straight_through or steps > 5 or many[0].dtype in (torch.float16, torch.bfloat16)
+    exact = straight_through or steps > 5 or (dtype or many[0].dtype) in (torch.float16, torch.bfloat16)
     out = [None] * len(many)
     for side in {min(s.shape[-2:]) for s in many}:
         same = [i for i, s in enumerate(many) if min(s.shape[-2:]) == side]
         if exact or all(max(many[i].shape[-2:]) < 2 * side for i in same):       # G squares the condition: only where it pays
             for i in same:
-                out[i] = newton_schulz_ref(many[i], steps, coefficients, straight_through)
+                out[i] = newton_schulz_ref(many[i], steps, coefficients, straight_through, dtype)
         else:
             stacks = [many[i].reshape(-1, *many[i].shape[-2:]) for i in same]
             for i, x in zip(same, GramNewtonSchulz.apply(steps, COEFFICIENTS[coefficients], *stacks)):
@@ -76,7 +79,7 @@ def times(R, S):
 class GramNewtonSchulz(torch.autograd.Function):
     """NS of stacks of matrices with the same short side s, (N, m, n) each, with its gradient written out.
 
-    Autograd of the same lines costs three times as much: its products are as small as s x s, and it has many more of them.
+    Autograd of the same lines costs about twice as much: the products are as small as s x s, and it has more of them.
     """
 
     @staticmethod

@@ -41,6 +41,7 @@ class Rule(NamedTuple):
     ns_steps: int = 5
     ns_coefficients: str = "muon"
     straight_through: bool = False
+    ns_dtype: torch.dtype | None = None                       # of Newton-Schulz inside; None: as the fast weights
     forget: str = "zero"                                      # what keep < 1 leads back to: zero as printed, or M0 ("start")  (choice 21)
     norm: bool = False                                        # a layer norm inside the memory, for mlp and gated
     ball: float = 0.0                                         # largest norm of a matrix of W at a chunk boundary; 0: none  (choice 22)
@@ -48,7 +49,7 @@ class Rule(NamedTuple):
     @property
     def newton_schulz(self):
         """The arguments of Newton-Schulz."""
-        return self.ns_steps, self.ns_coefficients, self.straight_through
+        return self.ns_steps, self.ns_coefficients, self.straight_through, self.ns_dtype
 
     def bound(self, W):
         """W, with matrices of a norm above `ball` scaled back to it: a chunk's one big step may overshoot, but cannot run away.
@@ -245,8 +246,8 @@ class ReadWrite(torch.autograd.Function):
         W <- keep W + u S + X^T (P_last * D),   S <- mom S + X^T (G_last * D)    the state after the chunk
 
     R (N, c, in), W and S (N, in, out), X (N, n, in), D (N, n, out), the rest as in Mixing; base is R M0 or None. Q itself may be given
-    (`scores`) in the place of P. W is None where both are zero, S where there is no momentum. Autograd of the same lines needs twice
-    the time and the memory: it takes each product and sum for itself.
+    (`scores`) in the place of P. W is None where both are zero, S where there is no momentum. Autograd of the same lines takes a fifth
+    longer and keeps more: it does each product and sum for itself.
     """
 
     @staticmethod

@@ -169,9 +169,11 @@ def test_ns_half_precision(dtype, shape):
     """Half precision must stay near the exact answer on any matrix, small singular values included, and keep its type."""
     for cond in (2, 30, 1000):
         S, _ = conditioned(cond, *shape)
-        N = newton_schulz(S.to(dtype))
-        assert N.dtype == dtype
-        close(N.double(), newton_schulz(S), 0.2)
+        for N, kind in ((newton_schulz(S.to(dtype)), dtype), (newton_schulz(S.float(), dtype=dtype), torch.float32)):
+            assert N.dtype == kind
+            close(N.double(), newton_schulz(S), 0.2)
+    rough, fine = newton_schulz(S.float(), dtype=dtype), newton_schulz(S.float())
+    assert not torch.equal(rough, fine)                       # it did iterate in half precision
 
 
 @pytest.mark.parametrize("shape", [(8, 48), (48, 8), (16, 16)], ids=str)
@@ -761,8 +763,8 @@ def test_state_dict_round_trip(preset):
 def test_config_reaches_the_rule():
     """Every flag of the inner loop must arrive under its own name; muon_every never exceeds the chunk, and is 0 without Muon."""
     config = models.Config(memory="gated", loss="dot", window=3, chunk=5, muon_every=2, ns_steps=4, ns_coefficients="cubic",
-                           ns_straight_through=True, memory_norm=True, forget="zero", max_norm=7.0)
-    assert config.rule() == Rule("gated", "dot", 3, 5, 2, 4, "cubic", True, norm=True, forget="zero", ball=7.0)
+                           ns_straight_through=True, ns_dtype="bfloat16", memory_norm=True, forget="zero", max_norm=7.0)
+    assert config.rule() == Rule("gated", "dot", 3, 5, 2, 4, "cubic", True, torch.bfloat16, "zero", norm=True, ball=7.0)
     assert models.Config(forget="start").rule().forget == "start"
     assert models.Config(chunk=5, muon_every=64).rule().muon_every == 5
     assert models.Config(muon=False).rule().muon_every == 0
@@ -779,7 +781,7 @@ def test_atlas_becomes_titans():
 @pytest.mark.parametrize("switch", [
     dict(window=1), dict(degree=1), dict(memory="linear"), dict(muon=False), dict(momentum=False), dict(keep=False),
     dict(conv=False), dict(gate="uniform"), dict(muon_every=1), dict(chunk=8), dict(ns_steps=2), dict(loss="dot"),
-    dict(ns_coefficients="cubic"), dict(max_step=0.5), dict(memory_norm=True), dict(forget="zero"), dict(expansion=3),
+    dict(ns_coefficients="cubic"), dict(ns_dtype="bfloat16"), dict(max_step=0.5), dict(memory_norm=True), dict(forget="zero"), dict(expansion=3),
     dict(features="sketch"), dict(features="sketch", sketch_dim=5), dict(tie=True), dict(mlp_hidden=8), dict(wiring="mag"),
     dict(wiring="mal"), dict(wiring="mac"), dict(wiring="mag", memory_branch=False), dict(wiring="mal", persistent=0),
     dict(wiring="mac", attn_window=4)], ids=str)
@@ -2631,7 +2633,7 @@ def test_readme_python_runs():
 
 def test_readme_names_only_flags_that_exist():
     """A renamed flag whose old name lives on in the README."""
-    known = {"--ckpt", "--prompt", "--tokens", "--json", "--mutants", "--help"} | {
+    known = {"--ckpt", "--prompt", "--tokens", "--json", "--mutants", "--help", "--stream"} | {
         train.flag(f.name) for cls in (train.TrainConfig, models.Config) for f in fields(cls)}
     known |= {"--no-" + flag[2:] for flag in known}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README)) <= known
@@ -2676,6 +2678,7 @@ MUTANTS = [
      "return S.mul_(torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0))", "test_ns_leaves_its_input_alone"),
     ("NS coefficient mistyped", "muon.py", "2.0315", "2.3015", "test_ns_near_polar_factor"),
     ("NS one update of the Gram matrix short", "muon.py", "if Rs else Qs[-1]", "if len(Rs) > 1 else Qs[-1]", "test_ns_is_the_plain_iteration"),
+    ("NS ignores the precision asked for", "muon.py", "X = start.to(dtype or S.dtype)", "X = start", "test_ns_half_precision"),
     ("no gradient through NS", "muon.py", "newton_schulz_ref(many[i], steps", "newton_schulz_ref(many[i].detach(), steps", "test_ns_gradient"),
     ("NS of the wrong matrix", "muon.py", "out[i] = x.view(many[i].shape)", "out[-i] = x.view(many[i].shape)", "test_ns_of_several_matrices"),
     ("gradient of NS not through the norm", "muon.py", "(dG - along *", "(dG - 0 * along *", "test_ns_gradient"),
