@@ -68,7 +68,7 @@ class Config:
     tie: bool = opt(False, "share the embedding with the output layer")
 
     def __post_init__(self):
-        for name in ("vocab_size", "n_layer", "n_head", "n_embd", "expansion", "window", "chunk", "muon_every", "ns_steps"):
+        for name in ("vocab_size", "n_layer", "n_head", "n_embd", "expansion", "window", "chunk", "degree", "muon_every", "ns_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
         for f in fields(self):
@@ -79,7 +79,7 @@ class Config:
             if self.n_embd % self.n_head:
                 raise ValueError(f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}, or give --head-dim")
             self.head_dim = self.n_embd // self.n_head
-        for name in ("persistent", "max_norm", "attn_window", "mlp_hidden", "degree", "sketch_dim"):
+        for name in ("persistent", "max_norm", "attn_window", "mlp_hidden", "sketch_dim"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must not be negative")
         if self.wiring != "lmm" and not self.attn_window:

@@ -98,8 +98,6 @@ class Features(nn.Module):
         super().__init__()
         if kind not in FEATURES:
             raise ValueError(f"unknown features {kind!r}; choose one of {', '.join(FEATURES)}")
-        if kind == "monomial" and degree < 1:
-            raise ValueError(f"--degree must be at least 1 for monomials, not {degree}")
         self.kind, self.dim, self.degree = kind, dim, degree
         self.out_dim = features_dim(kind, dim, degree, sketch_dim)
         if kind in ("elementwise", "monomial", "sketch"):

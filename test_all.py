@@ -699,6 +699,26 @@ def test_any_split_is_the_whole(preset, more):
     assert [t.shape for t in tensors(state)] == [t.shape for t in tensors(end)]
 
 
+REFERENCED = {name: m for name, m in MODELS.items() if models.build(m[0]).config.mixer == "memory"
+              and models.build(m[0]).config.features != "exp" and (name in models.PRESETS or name.startswith(("atlas-", "omeganet-")))}
+
+
+@pytest.mark.parametrize("preset, more", REFERENCED.values(), ids=REFERENCED.keys())
+def test_every_model_is_its_reference(preset, more, monkeypatch):
+    """The whole model on the token-by-token rule: the same logits and gradient of every parameter, in every wiring.
+
+    The exp features have no reference with finite weights; their tests are test_unnormalised_softmax_attention and the two after it.
+    """
+    model, x = shaken(small(preset, **{**more, "n_layer": 1})), torch.randint(11, (2, 7))
+    params, results = list(model.parameters()), []
+    for fn in (omega_ref, omega):
+        monkeypatch.setattr(omega_module, "omega", fn)
+        logits, _ = model(x)
+        results.append([logits, *torch.autograd.grad(logits.square().mean(), params)])
+    for a, b in zip(*results, strict=True):
+        close(b, a)
+
+
 @every_model
 @torch.no_grad()
 def test_causal(preset, more):
