@@ -601,7 +601,8 @@ def parse(argv):
     add("--model", action="append", choices=tuple(models.PRESETS), help="of layer, step and decode, likewise [all]")
     add("--minutes", type=float, default=2.0, metavar="X", help="about how long in all; more reaches further [2]")
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="[auto: cuda if there is one]")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of autocast; auto: float32 on a CPU, as in train.py on a GPU [auto]")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"),
+        help="of autocast; auto: float32 on a CPU, as in train.py on a GPU [auto]")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads; one carries over between machines [1]")
     add("--json", metavar="FILE", help="write the JSON there, too")

@@ -114,7 +114,7 @@ def output_error(loss_kind, f, r, v, norm):
 
 
 class GeluBackward(torch.autograd.Function):
-    """d * gelu'(z) by torch's fused kernel; its own gradient, which the outer loop needs, in seven operations for autograd's twenty.
+    """d * gelu'(z) by torch's fused kernel; its own gradient, which the outer loop needs, in nine operations for autograd's twenty.
 
     gelu(z) = z Phi(z), so gelu' = Phi + z pdf and gelu'' = (2 - z^2) pdf.
     """

@@ -94,7 +94,7 @@ class Config:
                           forget=self.forget, norm=self.memory_norm, ball=self.max_norm)
 
 
-# Table 1 of the paper as differences from Config's defaults, which are `atlas`. A blank is as in `atlas`: polynomial phi.
+# Table 1 of the paper as differences from Config's defaults: `atlas`, but for its longer chunks. A blank is the default: polynomial phi.
 _simple = dict(momentum=False, muon=False)
 PRESETS = {
     "transformer":     dict(mixer="attention", head_dim=0, attn_window=0),

@@ -52,11 +52,11 @@ def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype
     if coefficients not in COEFFICIENTS:
         raise ValueError(f"unknown coefficients {coefficients!r}; choose one of {', '.join(COEFFICIENTS)}")
     many = S if isinstance(S, tuple) else (S,)
-    exact = straight_through or steps > 5 or (dtype or many[0].dtype) in (torch.float16, torch.bfloat16)
+    plain = straight_through or steps > 5 or (dtype or many[0].dtype) in (torch.float16, torch.bfloat16)
     out = [None] * len(many)
     for side in {min(s.shape[-2:]) for s in many}:
         same = [i for i, s in enumerate(many) if min(s.shape[-2:]) == side]
-        if exact or all(max(many[i].shape[-2:]) < 2 * side for i in same):       # G squares the condition: only where it pays
+        if plain or all(max(many[i].shape[-2:]) < 2 * side for i in same):       # G squares the condition: only where it pays
             for i in same:
                 out[i] = newton_schulz_ref(many[i], steps, coefficients, straight_through, dtype)
         else:
@@ -90,10 +90,10 @@ class GramNewtonSchulz(torch.autograd.Function):
         tiny = torch.finfo(G0.dtype).tiny * 1e3
         scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)    # 1 / |S|
         eye = a * torch.eye(G0.shape[-1], dtype=G0.dtype, device=G0.device)
-        Gs, Qs, Rs = [G0 * scale.square()], [], []            # of each step, R after it
-        for i in range(steps):
-            G = Gs[-1] if i == 0 else Qs[-1] @ Gs[-1] @ Qs[-1]
-            Gs[i:] = [G]
+        Gs, Qs, Rs = [], [], []                               # of each step, R after it
+        for _ in range(steps):
+            G = Qs[-1] @ Gs[-1] @ Qs[-1] if Gs else G0 * scale.square()
+            Gs.append(G)
             Qs.append(torch.baddbmm(eye + b * G, G, G, alpha=c))
             Rs.append(Qs[-1] @ Rs[-1] if Rs else Qs[-1])
         P = Rs[-1] * scale

@@ -1091,12 +1091,11 @@ def test_loss_counts_what_it_should():
     close(model.loss(x, torch.where(torch.arange(9) < 5, y, -100)), -p[:, :5].mean(), 1e-6)
 
 
-@pytest.mark.parametrize("preset", ["omeganet"])
-def test_chunk_steps_compile_whole(preset, monkeypatch):
+def test_chunk_steps_compile_whole(monkeypatch):
     """One graph for a chunk's step, forward and backward, and the same numbers: a graph break costs a GPU more than it saves."""
     for name in ("mixing", "linear_chunk", "muon_chunk"):
         monkeypatch.setattr(omega_module, name, getattr(omega_module, name))       # put back the plain ones afterwards
-    model, x = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 8))
+    model, x = shaken(small("omeganet", n_layer=1)), torch.randint(11, (2, 8))
     plain = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()), allow_unused=True)
     omega_module.compile_chunks(backend="aot_eager", fullgraph=True)
     compiled = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()), allow_unused=True)
@@ -1150,7 +1149,7 @@ def test_every_model_trains(preset, more):
     window = {"attn_window": 8} if models.PRESETS[preset].get("attn_window") != 0 else {}
     model = small(preset, **{**more, **window, "n_layer": 1, "vocab_size": 128, "chunk": 8, "muon_every": 8})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    T = 8 if "wiring" in more else 16                         # a wiring is half a second for eight tokens
+    T = 8 if "wiring" in more else 16                         # a chunk, or two: wirings are slow
     ids, losses = torch.tensor(list(b"the quick brown fox jumps over the lazy dog, and then again: " * 9)), []
     for step in range(50):
         x = torch.stack([ids[i: i + T + 1] for i in torch.randint(len(ids) - T - 1, (2,)).tolist()])
@@ -2757,7 +2756,7 @@ MUTANTS = [
 
     ("gradient of a chunk: to the keys through what they read alone", "omega.py", "dX = transposed_product((last", "dX = 0 * transposed_product((last",
      "test_omega_is_omega_ref[omeganet]"),
-    ("gradient of a chunk: to the scores of the first layer", "omega.py", "dP, dQ = dQ * RX, None", "dP, dQ = dQ * RX, dQ",
+    ("gradient of a chunk: to the gates through P", "omega.py", "dP, dQ = dQ * RX, None", "dP, dQ = 0 * dQ * RX, None",
      "test_omega_is_omega_ref[omeganet]"),
     ("gradient of a chunk: momentum's share of the last W", "omega.py", "torch.addcmul(dS, end[:, 1:2], dW_end)", "dS",
      "test_omega_is_omega_ref[titans]"),

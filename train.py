@@ -273,7 +273,7 @@ def pick_device(name):
 
 def pick_dtype(name, device):
     if name == "auto":
-        cpu = getattr(torch.cpu, "get_capabilities", dict)()  # new in torch 2.12 or so
+        cpu = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch do not tell
         native = dict(cuda=device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0),
                       cpu=cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
         name = "bfloat16" if native.get(device.type) else "float32"
