@@ -31,9 +31,9 @@ def opt(default, help, **more):
 class Config:
     """Everything that is needed to rebuild the network; train.py makes one flag of each field and saves it in the checkpoint."""
     vocab_size: int = opt(65, "number of tokens; set from the tokenizer")
-    n_layer: int = opt(4, "blocks")
-    n_head: int = opt(4, "heads; each has its own memory")
-    n_embd: int = opt(128, "width of the residual stream")
+    n_layer: int = opt(2, "blocks")
+    n_head: int = opt(8, "heads; each has its own memory")
+    n_embd: int = opt(192, "width of the residual stream")
     head_dim: int = opt(16, "width of a head; 0 takes n_embd / n_head")
     mixer: str = opt("memory", "what mixes tokens", choices=("memory", "attention"))
     wiring: str = opt("lmm", "memory alone, or with attention after Titans: gate, layer, context", choices=WIRINGS)
@@ -169,9 +169,8 @@ class Memory(nn.Module):
     def init(self):
         """Starting values beyond those of LM.init."""
         H, c = self.config.n_head, self.config
-        if self.conv is not None:                             # begins as the identity: the newest of the four taps
-            nn.init.normal_(self.conv, std=0.1)
-            self.conv.data[-1] += 1
+        if self.conv is not None:                             # each channel begins with a mixture of four tokens of its own
+            nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
         if c.memory != "linear":                              # |x| = 1, so this gives hidden units and outputs of size about 1
             for W in self.M0:
                 nn.init.normal_(W, std=W.shape[2 if W.shape[1] == self.phi.out_dim else 1] ** -0.5)

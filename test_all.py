@@ -1874,6 +1874,20 @@ def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay(preset
             assert hidden == {name[id(p)] for o, g in groups if o == "Muon" for p in g["params"]}
 
 
+@pytest.mark.parametrize("tie", [False, True])
+def test_embed_lr_is_of_the_embedding_alone(tie):
+    """A multiple that reaches the head or the memories, or none at all: the first step of AdamW moves a weight by its rate."""
+    ids, moved = torch.randint(20, (200,), generator=torch.Generator().manual_seed(0)), {}
+    for times in (1.0, 4.0):
+        model = tiny_model(tie=tie)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        tc = train.TrainConfig(batch_size=4, seq_len=16, warmup=0, weight_decay=0.0, embed_lr=times)
+        train.train_step(model, train.make_optimizers(model, tc), tc, ids, 0, torch.device("cpu"), torch.float32)
+        moved[times] = {name: (p.detach() - before[name]).abs().max().item() for name, p in model.named_parameters()}
+    ratio = {name: moved[4.0][name] / moved[1.0][name] for name in moved[1.0]}
+    assert ratio.pop("embed.weight") == pytest.approx(4, rel=1e-3) and ratio == dict.fromkeys(ratio, 1.0)
+
+
 def test_evaluate_is_the_mean_over_all_tokens_and_leaves_no_trace():
     """A mean of batch means weighs the ragged last window wrongly; a validation that draws random numbers, or leaves
     eval mode on, makes the training depend on --eval-every."""
@@ -2827,6 +2841,8 @@ MUTANTS = [
      "x = torch.cat([tail[:, 1:], x, tail[:, :1]], 1)", "test_causal"),
     ("convolution of width 1 (atlas-pytorch)", "models.py", "for j in range(1, self.conv_width):", "for j in range(3, self.conv_width):",
      "test_convolution"),
+    ("the embedding's rate for all of AdamW", "train.py", "dict(params=rest, weight_decay=0.0)]", "dict(params=rest, weight_decay=0.0, times=tc.embed_lr)]",
+     "test_embed_lr_is_of_the_embedding_alone"),
     ("convolution forgets its tail", "models.py", "return y, x[:, T:]", "return y, tail", "test_any_split_is_the_whole"),
     ("fast weights follow autocast", "models.py", "enabled=False):    # fast", "enabled=True):    # fast",
      "test_autocast_keeps_the_memory_in_float32"),

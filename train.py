@@ -53,6 +53,7 @@ class TrainConfig:
     optimizer: str = opt("adamw", "outer optimizer; muon: torch.optim.Muon for hidden matrices, AdamW for the rest",
                          choices=("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW")
+    embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr")
     muon_lr: float = opt(2e-2, "peak learning rate of the outer Muon")
     beta2: float = opt(0.95, "decay of AdamW's second moment")
     weight_decay: float = opt(0.1, "of hidden matrices; nothing else decays")
@@ -84,7 +85,7 @@ class TrainConfig:
 
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)       # 0.5M tokens a step: App. E
 TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES
-    "tiny": dict(optimizer="muon", lr=1.2e-2, muon_lr=4e-2, steps=920, eval_every=460),   # README, Results: how they were found
+    "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, muon_lr=4e-2, steps=1100, eval_every=550),  # README, Results: how they were found
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
     "340m": dict(PAPER, steps=30_000, lr=1.5e-3),
@@ -162,7 +163,7 @@ def settings(given, ckpt=None):
 
 # ---- checkpoints
 
-FORMAT = 1
+FORMAT = 2
 KEYS = dict(format=int, torch=str, preset=str, config=dict, train=dict, tokenizer=dict, data=dict, step=int, best=float,
             seconds=float, model=dict, optimizers=list, rng=dict)
 
@@ -348,11 +349,11 @@ def make_optimizers(model, tc):
     """[AdamW] or [AdamW, Muon]. Hidden matrices decay and may go to Muon; embedding, head, norms, gates, convolutions
     and the starts of the memories (3-D: one matrix a head) do neither (choice 20)."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
-    hidden, rest = [], []
+    embed, hidden, rest = [], [], []
     for name, p in model.named_parameters():
-        outer = name.startswith(("embed.", "head.")) or ".gates." in name
-        (hidden if id(p) in linear and not outer else rest).append(p)
-    groups = [dict(params=rest, weight_decay=0.0)]
+        outer = name.startswith("head.") or ".gates." in name
+        (embed if name.startswith("embed.") else hidden if id(p) in linear and not outer else rest).append(p)
+    groups = [dict(params=embed, weight_decay=0.0, times=tc.embed_lr), dict(params=rest, weight_decay=0.0)]
     if tc.optimizer == "adamw":
         groups.append(dict(params=hidden, weight_decay=tc.weight_decay))
     adamw = torch.optim.AdamW(groups, lr=tc.lr, betas=(0.9, tc.beta2))
@@ -388,7 +389,7 @@ def train_step(model, optimizers, tc, ids, step, device, dtype):
     for optimizer in optimizers:
         peak = tc.muon_lr if isinstance(optimizer, torch.optim.Muon) else tc.lr
         for group in optimizer.param_groups:
-            group["lr"] = peak * lr_scale(step, tc)
+            group["lr"] = peak * group.get("times", 1.0) * lr_scale(step, tc)
         optimizer.step()
         optimizer.zero_grad()
     return loss, size
