@@ -92,6 +92,7 @@ TRAIN_SIZES = {                                               # differences from
     "760m": dict(PAPER, steps=60_000, lr=1.25e-3),
     "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
 }
+TINY_STEPS = {"atlas": 920, "atlas++": 920}                   # their steps take longer, and `tiny` is to be done in five minutes
 LAUNCH = {"out", "resume", "stop_after", "device", "compile", "threads"}      # never read from a checkpoint
 FREE = LAUNCH | {"data", "eval_every", "log_every", "sample_tokens"}          # may differ on --resume (data: its name)
 
@@ -127,7 +128,7 @@ def parse(argv=None):
     """The flags that were given -> dict."""
     parser = Parser(
         prog="train.py", usage="python %(prog)s [flags]", description=__doc__, allow_abbrev=False,
-        epilog="Defaults are in []; --size changes some (SIZES, TRAIN_SIZES), then --model (PRESETS), then flags.",
+        epilog="Defaults are in []; --size changes some (SIZES, TRAIN_SIZES), then --model (PRESETS, TINY_STEPS), then flags.",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=118))
     add_flags(parser.add_argument_group("the run"), TrainConfig)
     add_flags(parser.add_argument_group("the network"), Config, skip=("vocab_size",))      # which the tokenizer decides
@@ -150,10 +151,12 @@ def settings(given, ckpt=None):
         train = {n: v for n, v in given.items() if n in names}
         if train.get("size", "auto") == "auto":
             train["size"] = "baby" if pick_device(train.get("device", "auto")).type == "cuda" else "tiny"
-        train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES[train["size"]], **train}
+        model, size = train.get("model", TrainConfig.model), train["size"]
+        fewer = {"steps": TINY_STEPS[model]} if size == "tiny" and model in TINY_STEPS else {}
+        train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES[size], **fewer, **train}
         if "warmup" not in given:
             train["warmup"] = min(train["warmup"], train["steps"] // 10)
-        config = {**SIZES[train["size"]], **PRESETS[train.get("model", TrainConfig.model)],
+        config = {**SIZES[size], **PRESETS[model],
                   **{n: v for n, v in given.items() if n not in names}}
     try:
         return TrainConfig(**train), Config(**config)
