@@ -153,7 +153,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 # The chunk-parallel form.
 
 class Tokens(NamedTuple):
-    """One chunk of c tokens to read at and of n = window - 1 + c pairs to learn from."""
+    """One chunk of c tokens to read at and of n pairs to learn from: its c, the window - 1 before them, idle ones of weight 0."""
     q: torch.Tensor                                           # (B, H, c, D)
     xq: torch.Tensor                                          # (B, H, c, E)  phi(q)
     k: torch.Tensor                                           # (B, H, n, D)
@@ -164,7 +164,7 @@ class Tokens(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """Everything in the formulas above that depends on the gates alone, for one chunk of c tokens and n = window - 1 + c pairs."""
+    """Everything in the formulas above that depends on the gates alone, for one chunk of c tokens and n pairs (as in Tokens)."""
     # without Newton-Schulz     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i,   S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
     keepprod: torch.Tensor | None = None                      # (..., c, 1)  keep_1 .. keep_t
     u: torch.Tensor | None = None                             # (..., c, 1)  -A diag(step) momprod
