@@ -289,7 +289,7 @@ def ns_flops(m, n, steps):
 def rule_flops(rule, D, E, hidden, T, momentum=True):
     """FLOPs of omega() for one head and T tokens, forward; backward takes twice that. A product and a sum are two.
 
-    Matrix products only, and dense: the triangles of P and Theta count in full, as they are computed; phi does not.
+    Matrix products only, and dense: the upper triangle of P counts in full, as it is computed; phi and the recurrence for P do not.
     C tokens a chunk, n = C + window - 1 pairs; terms in the order of omega.py.
     """
     C, sizes = min(rule.chunk, T), memory.shapes(rule.memory, E, hidden, D)
@@ -302,7 +302,6 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
         flops += blocks * sum(ns_flops(a, b, rule.ns_steps) for a, b in sizes)
         flops += 2 * blocks * (blocks - 1) * weights + 4 * C * weights           # W of each block; reads of W and NS(S)
     else:
-        flops += momentum * 2 * C * C * n + 2 * C * C * n                        # Theta Gate, P
         flops += 2 * C * n * D + deep * 2 * C * n * hidden                       # R X^T of the first and the last layer
         flops += sum(2 * C * n * b for _, b in sizes)                            # (P o R X^T) D
         flops += (1 + momentum) * (2 * C * weights + 2 * n * weights)            # reads of W and S; the last W and S
@@ -380,7 +379,7 @@ def step_flops(config, T, device):
 def step_run(bench, config, tc, ids):
     model = compiled(bench, models.LM(config).to(bench.device).train())
     optimizers, step = train.make_optimizers(model, tc), itertools.count()
-    return lambda: train.train_step(model, optimizers, tc, ids, next(step), bench.device, bench.dtype)
+    return lambda: train.train_step(model, optimizers, tc, ids, next(step), 1.0, bench.device, bench.dtype)
 
 
 def part_step(bench):

@@ -11,6 +11,7 @@ import os
 import stat
 import sys
 import urllib.request
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -276,17 +277,25 @@ def split(ids, seq_len=1):
     return ids[:cut], ids[cut:]
 
 
+@lru_cache(4)
+def epoch(n, seq_len, seed, number):
+    """Where the windows of an epoch start in n tokens: side by side from a random offset on, in random order."""
+    count = max(1, n // seq_len - 1)
+    random = np.random.default_rng([seed % 2**64, number])              # hashes the pair: (0, 1) and (1, 0) share nothing
+    return random.integers(n - count * seq_len) + seq_len * random.permutation(count)
+
+
 def batch(ids, seed, step, batch_size, seq_len):
-    """ids (N,) -> x, y (B, T) int64, where y is x one token later. A pure function of (seed, step): windows start
-    anywhere, with repetition, and no state is used or changed. Raises UserError when N < T + 1.
+    """ids (N,) -> x, y (B, T) int64, where y is x one token later. A pure function of (seed, step): every window of an epoch
+    comes once, then those of the next, and no state is used or changed. Raises UserError when N < T + 1.
     """
     ids = torch.as_tensor(ids)
     if len(ids) < seq_len + 1:
         raise UserError(f"the text is too short: --seq-len {seq_len} needs {seq_len + 1} tokens, here are {len(ids)}; "
                         f"give a longer text or a smaller --seq-len")
-    random = np.random.default_rng([seed % 2**64, step])        # hashes the pair: (0, 1) and (1, 0) share nothing
-    start = torch.from_numpy(random.integers(len(ids) - seq_len, size=batch_size))
-    rows = ids[start[:, None] + torch.arange(seq_len + 1)].long()       # (B, T+1)
+    count = len(epoch(len(ids), seq_len, seed, 0))
+    start = [epoch(len(ids), seq_len, seed, i // count)[i % count] for i in range(step * batch_size, (step + 1) * batch_size)]
+    rows = ids[torch.tensor(start)[:, None] + torch.arange(seq_len + 1)].long()       # (B, T+1)
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 

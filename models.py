@@ -141,6 +141,30 @@ def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+class ShortConv(torch.autograd.Function):
+    """y_t = sum_j taps[j] * x_{t+j}, channel by channel: x (B, T + n - 1, C), taps (n, C) -> (B, T, C).
+
+    F.conv1d wants channels before tokens and takes twice as long on a CPU; autograd of these lines makes a padded copy for each tap.
+    """
+
+    @staticmethod
+    def forward(ctx, x, taps):
+        T = x.shape[1] - len(taps) + 1
+        y = x[:, :T] * taps[0]
+        for j in range(1, len(taps)):
+            y.addcmul_(x[:, j: j + T], taps[j])
+        ctx.save_for_backward(x, taps)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, taps = ctx.saved_tensors
+        T, dx = dy.shape[1], torch.zeros_like(x)
+        for j in range(len(taps)):
+            dx[:, j: j + T].addcmul_(dy, taps[j])
+        return dx, torch.stack([(dy * x[:, j: j + T]).sum((0, 1)) for j in range(len(taps))])
+
+
 class MemoryState(NamedTuple):
     rule: omega.State                                         # the memory itself
     conv: torch.Tensor                                        # (B, 3, 3 H D), the last inputs of the convolution
@@ -196,11 +220,7 @@ class Memory(nn.Module):
         if self.conv is None:
             return x, tail
         x = torch.cat([tail, x], 1)
-        T = x.shape[1] - tail.shape[1]
-        y = x[:, :T] * self.conv[0]
-        for j in range(1, self.conv_width):
-            y = torch.addcmul(y, x[:, j: j + T], self.conv[j])
-        return y, x[:, T:]
+        return ShortConv.apply(x, self.conv), x[:, x.shape[1] - tail.shape[1]:]
 
     def start(self, x):
         """The state before the first token, for a batch of len(x) sequences."""

@@ -185,12 +185,53 @@ def log(gate):
     return gate.clamp_min(torch.finfo(gate.dtype).tiny).log()
 
 
+def products(factors):
+    """factors (..., c) -> prod factors_{1..t} (..., c, 1)."""
+    return log(factors).cumsum(-1).exp()[..., None]
+
+
 def decay(logs, rows=slice(None)):
     """log factors (..., c) -> prod factors_{1..t} (..., r, 1), lower triangle of prod factors_{n+1..t} (..., r, c); t in `rows`."""
     logs, c = logs.cumsum(-1), logs.shape[-1]
     last = logs[..., rows, None]
     above = torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1)[rows]   # masked before exp, not after:
     return last.exp(), (last - logs[..., None, :] + above).exp()                                 # no 0 * inf in backward
+
+
+class Recurrence(torch.autograd.Function):
+    """y_t = factors_t * y_{t-1} + rows_t from y_0 = rows_0 on: factors (..., c), rows (..., c, k) -> y (..., c, k), its last row (..., k).
+
+    The gradient runs through the same recurrence, from the last row to the first.
+    """
+
+    @staticmethod
+    def forward(ctx, factors, rows):
+        y, by = torch.empty_like(rows, memory_format=torch.contiguous_format), factors[..., None]
+        y[..., 0, :] = rows[..., 0, :]
+        for t in range(1, rows.shape[-2]):
+            torch.addcmul(rows[..., t, :], by[..., t, :], y[..., t - 1, :], out=y[..., t, :])
+        ctx.save_for_backward(factors, y)
+        return y, y[..., -1, :].clone()
+
+    @staticmethod
+    def backward(ctx, dy, dlast):
+        factors, y = ctx.saved_tensors
+        drows, by = torch.empty_like(y), factors[..., None]
+        torch.add(dy[..., -1, :], dlast, out=drows[..., -1, :])
+        for t in range(y.shape[-2] - 1, 0, -1):
+            torch.addcmul(dy[..., t - 1, :], by[..., t, :], drows[..., t, :], out=drows[..., t - 1, :])
+        return F.pad((drows[..., 1:, :] * y[..., :-1, :]).sum(-1), (1, 0)), drows
+
+
+def recur(factors, rows):
+    """Recurrence, or the one product that does the same: c times as much to compute, but that is quicker than c short steps on a GPU.
+
+    On a CPU the steps take a third of the product's time.
+    """
+    if rows.device.type == "cpu" and not torch.compiler.is_compiling():
+        return Recurrence.apply(factors, rows)
+    y = decay(log(factors))[1] @ rows
+    return y, y[..., -1, :]
 
 
 def band(gate):
@@ -206,21 +247,22 @@ def mixing(rule, gates, pos, inner):
     which it is refreshed, and the last.
     """
     c, m = gates.keep.shape[-1], rule.muon_every
-    rows = refreshed(pos, c, m) + [c - 1] if m else slice(None)
-    momprod, G = None, band(gates.gate)
+    if not m:                                                 # the rule itself, for the coefficients of W_0, S_0 and the pairs
+        keepprod, minus_step = products(gates.keep), -gates.step[..., None]
+        if gates.momentum is None:
+            P, P_last = recur(gates.keep, band(minus_step * gates.gate))
+            return Mixing(keepprod, None, P, P * inner, P_last[..., None], keepprod[..., -1:, :])
+        momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, band(gates.gate))      # Eq 33, 39
+        (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
+        end = torch.stack([keepprod[..., -1, :], u_last, momprod[..., -1, :]], -2)
+        return Mixing(keepprod, u, P, P * inner, torch.stack([P_last, G_last], -1), end)
+    rows, G = refreshed(pos, c, m) + [c - 1], band(gates.gate)
     if gates.momentum is not None:
         momprod, Theta = decay(log(gates.momentum), rows)
         G = Theta @ G                                         # Eq 39
     else:
-        G = G[..., rows, :]
+        momprod, G = None, G[..., rows, :]
     logs, minus_step = log(gates.keep), -gates.step
-    if not m:
-        keepprod, A = decay(logs)
-        A = A * minus_step[..., None, :]
-        P, u = A @ G, None if momprod is None else A @ momprod
-        last, end = ([p[..., -1, :] for p in group if p is not None] for group in ((P, G), (keepprod, u, momprod)))
-        last = torch.stack(last if u is not None else last[:1], -1)
-        return Mixing(keepprod, u, P, P * inner, last, torch.stack(end, -2))
     front, back = padding(pos, c, m)                          # tokens that are not there keep all and write nothing
     logs, minus_step = (F.pad(a, (front, back)).unflatten(-1, (-1, m)) for a in (logs, minus_step))
     since, A = decay(logs)
@@ -335,7 +377,7 @@ def omega(rule, phi, q, k, v, gates, state):
     for length, count in cuts(T, state.pos, rule.chunk):      # the rest of a chunk in progress; whole chunks; a chunk begun
         now, seen = slice(t, t + length * count), slice(t, t + length * count + w - 1)
         fold = lambda a: a[:, :, now].unflatten(2, (count, length))                               # (B, H, N, C, ..)
-        look = lambda a: a[:, :, seen].unfold(2, length + w - 1, length).transpose(-1, -2)        # (B, H, N, n, ..)
+        look = lambda a: Overlapping.apply(a[:, :, seen], length, length + w - 1)                # (B, H, N, n, ..)
         cq, ck, cv = fold(q), look(ks), look(vs)
         cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (fold(xq), look(xk))
         base = None
@@ -352,6 +394,23 @@ def omega(rule, phi, q, k, v, gates, state):
             ys.append(y)
         t = now.stop
     return torch.cat(ys, 2), state
+
+
+class Overlapping(torch.autograd.Function):
+    """Stretches of n tokens, one begins every `length` tokens: (B, H, T, ..) -> (B, H, N, n, ..). unfold, whose own gradient is slow."""
+
+    @staticmethod
+    def forward(ctx, a, length, n):
+        ctx.length = length
+        return a.unfold(2, n, length).transpose(-1, -2)
+
+    @staticmethod
+    def backward(ctx, g):
+        (B, H, N, n, D), parts = g.shape, g.split(ctx.length, 3)             # part i belongs to the i-th stretch of `length` from here on
+        da = g.new_zeros(B, H, N + len(parts) - 1, ctx.length, D)
+        for i, part in enumerate(parts):
+            da[:, :, i: i + N, : part.shape[3]] += part
+        return da.flatten(2, 3)[:, :, : (N - 1) * ctx.length + n], None, None
 
 
 def compile_chunks(**options):

@@ -25,6 +25,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
+from itertools import count
 from pathlib import Path
 from pydoc_data import topics
 
@@ -493,6 +494,22 @@ def test_extreme_gates():
         assert all(a.isfinite().all() for a in [y, *grads])
 
 
+@pytest.mark.parametrize("product", [False, True], ids=["row by row", "one product"])
+@pytest.mark.parametrize("c, k", [(1, 3), (2, 1), (7, 4)])
+def test_recurrence(c, k, product, monkeypatch):
+    """A CPU computes it row by row, a GPU or compiled code as one product: both are the loop as autograd sees it."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: product)
+    factors, rows, out = rand(2, 3, c).requires_grad_(), randn(2, 3, c, k).requires_grad_(), (randn(2, 3, c, k), randn(2, 3, k))
+    ys = [rows[..., 0, :] + 0 * factors[..., 0, None]]
+    for t in range(1, c):
+        ys.append(factors[..., t, None] * ys[-1] + rows[..., t, :])
+    y, want = omega_module.recur(factors, rows), (torch.stack(ys, -2), ys[-1])
+    for used in ([0], [1], [0, 1]):                           # the last row is an output of its own
+        grads = [torch.autograd.grad([z[i] for i in used], (factors, rows), [out[i] for i in used], retain_graph=True) for z in (y, want)]
+        for a, b in [*zip(y, want), *zip(*grads)]:
+            close(a, b)
+
+
 # ---- omega.py: special cases, each against a formula that shares no code with it
 
 def stream(T, window=1, kind="linear", features="none", hidden=3, B=2, H=2, D=4, **fixed):
@@ -857,9 +874,13 @@ def test_gates_of_heads_and_tokens():
 def test_convolution():
     """Depthwise, causal, width 4, the last tap on the token itself: a conv padded on both sides sees the future."""
     layer = small("atlas").blocks[0].mixer
-    x, n = torch.randn(2, 9, layer.conv.shape[1]), layer.conv.shape[1]
-    y, tail = layer.short_conv(x, torch.zeros(2, 3, n))
-    close(y, F.conv1d(F.pad(x.mT, (3, 0)), layer.conv.T[:, None], groups=n).mT, 1e-6)
+    n = layer.conv.shape[1]
+    x, before, out = (torch.randn(2, T, n, requires_grad=True) for T in (9, 3, 9))
+    y, tail = layer.short_conv(x, before)
+    want = F.conv1d(torch.cat([before, x], 1).mT, layer.conv.T[:, None], groups=n).mT
+    grads = (torch.autograd.grad(z, (x, before, layer.conv), out) for z in (y, want))
+    for a, b in [(y, want), *zip(*grads)]:
+        close(a, b, 1e-5)
     assert torch.equal(tail, x[:, -3:])
 
 
@@ -1503,6 +1524,15 @@ def test_batch():
     assert x[:, 0].bincount()[100:].min() > 400                              # and evenly: 500 each, sigma 19
 
 
+def test_an_epoch_has_every_window_once():
+    """With repetition a tenth of the text is still unseen after two epochs; and no two epochs may cut it alike."""
+    starts = torch.cat([data.batch(np.arange(1000), 0, step, 4, 16)[0][:, 0] for step in range(61)])     # 244 windows: 4 epochs of 61
+    offsets = [int(part.min()) for part in starts.split(61)]
+    for part, offset in zip(starts.split(61), offsets):
+        assert part.sort()[0].tolist() == list(range(offset, offset + 61 * 16, 16)) and not torch.equal(part, part.sort()[0])
+    assert len(set(offsets)) > 1 and max(offsets) < 1000 - 61 * 16
+
+
 def test_batch_is_a_function_of_seed_and_step():
     """Exact resume: the batch of a step may not depend on earlier batches or on torch's or numpy's global state."""
     ids = torch.arange(10_000)
@@ -1812,6 +1842,28 @@ def test_lr_schedule_by_hand():
     assert [train.lr_scale(i, tc) for i in range(10)] == pytest.approx(expect)
     assert train.lr_scale(10, tc) == 0 and train.lr_scale(9, replace(tc, decay_frac=0.0)) == 1
     assert [train.lr_scale(i, replace(tc, warmup=0, decay_frac=1.0)) for i in (0, 5)] == [1, 0.5]
+    timed = replace(tc, minutes=2.0)                          # of 120 s, 60 are as far as step 5, 108 as step 9; more is the end
+    assert [train.lr_scale(5, timed, s) for s in (0, 60, 84, 108, 120, 500)] == pytest.approx([1, 1, 0.6, 0.2, 0, 0])
+    assert train.lr_scale(9, timed, 1) == pytest.approx(0.2) and train.lr_scale(0, timed, 60) == 0.25
+
+
+def test_minutes_end_a_run_whose_steps_take_too_long(text, tmp_path, monkeypatch, capsys):
+    """A run that is cut off with its rates still high loses what the decay is worth; one that may not be is late."""
+    clock = count()
+    monkeypatch.setattr(train.time, "perf_counter", lambda: next(clock) / 10)          # each look at the clock takes 0.1 s
+    assert go(text, tmp_path / "out", "--steps", 1000, "--minutes", 0.1, "--warmup", 0, "--eval-every", 1000) == 0
+    steps, lr, val = zip(*rows(tmp_path / "out", "step", "lr", "val"))
+    lr = [float(x) for x in lr]
+    assert 4 < int(steps[-1]) < 60 and lr == sorted(lr, reverse=True) and lr[-1] < 0.2 * lr[0] and val[-1]
+    assert f"--minutes 0.1 are over after {steps[-1]} of 1000 steps" in capsys.readouterr().out
+    assert train.main(["--resume", "--out", str(tmp_path / "out")]) == 0
+    assert "nothing to do" in capsys.readouterr().out and rows(tmp_path / "out", "step")[-1] == (steps[-1],)
+
+
+def test_tiny_has_a_time_limit_unless_steps_are_asked_for():
+    """Five minutes are promised without flags; who asks for 20,000 steps wants them all."""
+    minutes = lambda **given: train.settings(dict(given, device="cpu"))[0].minutes
+    assert 4 < minutes() < 5 and minutes(steps=7) == 0 == minutes(size="baby") and minutes(steps=7, minutes=1.0) == 1
 
 
 def test_auto_takes_bfloat16_only_where_it_is_native(monkeypatch):
@@ -1855,13 +1907,13 @@ def test_gradient_is_of_the_whole_batch_and_clipped_after_its_norm_was_taken():
     tc = train.TrainConfig(batch_size=4, seq_len=16, warmup=0, grad_clip=0.0)
     model = tiny_model()
     whole, parts, clipped = (Recorder(model) for _ in range(3))
-    loss, norm = train.train_step(model, [whole], tc, ids, 0, cpu, torch.float32)
+    loss, norm = train.train_step(model, [whole], tc, ids, 0, 1.0, cpu, torch.float32)
     x, y = data.batch(ids, tc.seed, 0, 4, 16)
     assert loss == pytest.approx(model.loss(x, y).item(), rel=1e-6)
     assert norm == pytest.approx(whole.seen.norm().item(), rel=1e-5)
-    loss2, norm2 = train.train_step(model, [parts], replace(tc, batch_size=2, grad_accum=2), ids, 0, cpu, torch.float32)
+    loss2, norm2 = train.train_step(model, [parts], replace(tc, batch_size=2, grad_accum=2), ids, 0, 1.0, cpu, torch.float32)
     assert (loss2, norm2) == pytest.approx((loss, norm), rel=1e-5) and torch.allclose(whole.seen, parts.seen, atol=1e-6)
-    assert train.train_step(model, [clipped], replace(tc, grad_clip=norm / 4), ids, 0, cpu, torch.float32)[1] == norm
+    assert train.train_step(model, [clipped], replace(tc, grad_clip=norm / 4), ids, 0, 1.0, cpu, torch.float32)[1] == norm
     assert clipped.seen.norm().item() == pytest.approx(norm / 4, rel=1e-4)
     assert whole.param_groups[0]["lr"] == tc.lr
 
@@ -1891,7 +1943,7 @@ def test_embed_lr_is_of_the_embedding_alone(tie):
         model = tiny_model(tie=tie)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         tc = train.TrainConfig(batch_size=4, seq_len=16, warmup=0, weight_decay=0.0, embed_lr=times)
-        train.train_step(model, train.make_optimizers(model, tc), tc, ids, 0, torch.device("cpu"), torch.float32)
+        train.train_step(model, train.make_optimizers(model, tc), tc, ids, 0, 1.0, torch.device("cpu"), torch.float32)
         moved[times] = {name: (p.detach() - before[name]).abs().max().item() for name, p in model.named_parameters()}
     ratio = {name: moved[4.0][name] / moved[1.0][name] for name in moved[1.0]}
     assert ratio.pop("embed.weight") == pytest.approx(4, rel=1e-3) and ratio == dict.fromkeys(ratio, 1.0)
@@ -2802,16 +2854,21 @@ MUTANTS = [
     ("all gradients at M0", "omega.py", "anchor=state.anchor if pos else W,", "anchor=state.anchor,", "test_delta_rule"),
     ("the anchor moves at every call (atlas-rnn)", "omega.py", "    write_xk = None\n",
      "    write_xk, state = None, state._replace(anchor=state.W)\n", "test_omega_splits_anywhere"),
-    ("sign of the write", "omega.py", "log(gates.keep), -gates.step", "log(gates.keep), gates.step", "test_linear_attention"),
+    ("sign of the write", "omega.py", "products(gates.keep), -gates.step", "products(gates.keep), gates.step", "test_linear_attention"),
     ("decay counts the token's own keep", "omega.py", "- logs[..., None, :] + above", "- logs.roll(1, -1)[..., None, :] + above",
-     "test_retention"),
+     "test_recurrence"),
+    ("a row keeps as much as the row before it", "omega.py", "by[..., t, :], y[...", "by[..., t - 1, :], y[...", "test_retention"),
+    ("gradient of the recurrence: of one row", "omega.py", "by[..., t, :], drows[..., t, :]", "by[..., t, :], dy[..., t, :]",
+     "test_recurrence"),
+    ("gradient of the recurrence: to the next factor", "omega.py", ".sum(-1), (1, 0)), drows", ".sum(-1), (0, 1)), drows",
+     "test_recurrence"),
     ("masked after exp", "omega.py", "- logs[..., None, :] + above).exp()", "- logs[..., None, :]).exp().tril()", "test_extreme_gates"),
     ("gates in reverse", "omega.py", "F.pad(gate, (0, c))", "F.pad(gate.flip(-1), (0, c))", "test_swla_by_brute_force"),
     ("pairs that should be idle", "omega.py", "F.pad(gates.gate, (idle, 0))", "F.pad(gates.gate, (0, idle))", "test_omega_is_omega_ref[omeganet]"),
     ("the state keeps idle pairs", "omega.py", "max(T + idle, missing):], v", "max(T, missing):], v", "test_omega_splits_anywhere"),
     ("first windows off by one", "omega.py", "(i >= missing)", "(i > missing)", "test_swla_by_brute_force"),
     ("first windows see padding", "omega.py", "(i >= missing)", "(i >= 0)", "test_omega_is_omega_ref[omeganet]"),
-    ("no momentum inside a chunk", "omega.py", "G = Theta @ G", "G = G[..., rows, :]", "test_titans"),
+    ("no momentum inside a chunk", "omega.py", "recur(gates.momentum, G)  ", "G  ", "test_titans"),
     ("momentum dropped from the carried state", "omega.py", "tuple(W), tuple(S) if state.S else (), (), q.shape[2])",
      "tuple(W), tuple(0 * s for s in S) if state.S else (), (), q.shape[2])", "test_omega_splits_anywhere"),
     ("window truncated at the end of a call", "omega.py", "k=ks[:, :, max(T + idle, missing):], v=vs[:, :, max(T + idle, missing):]",
@@ -2850,11 +2907,22 @@ MUTANTS = [
     ("--no-muon does not reach the rule", "models.py", "if self.muon else 0", "if True else 0", "test_config_reaches_the_rule"),
     ("convolution sees the next token (atlas-rnn)", "models.py", "x = torch.cat([tail, x], 1)",
      "x = torch.cat([tail[:, 1:], x, tail[:, :1]], 1)", "test_causal"),
-    ("convolution of width 1 (atlas-pytorch)", "models.py", "for j in range(1, self.conv_width):", "for j in range(3, self.conv_width):",
+    ("convolution of width 1 (atlas-pytorch)", "models.py", "for j in range(1, len(taps)):", "for j in range(3, len(taps)):",
      "test_convolution"),
+    ("gradient of the convolution: one tap for all", "models.py", "addcmul_(dy, taps[j])", "addcmul_(dy, taps[0])", "test_convolution"),
+    ("gradient of the convolution: taps a token late", "models.py", "(dy * x[:, j: j + T])", "(dy * x[:, :T])", "test_convolution"),
+    ("gradient of a pair in two chunks: from one", "omega.py", "da[:, :, i: i + N, : part", "da[:, :, : N, : part",
+     "test_omega_is_omega_ref[omeganet]"),
+    ("windows drawn with repetition", "data.py", "random.permutation(count)", "random.integers(count, size=count)",
+     "test_an_epoch_has_every_window_once"),
+    ("every epoch cut alike", "data.py", "[seed % 2**64, number]", "[seed % 2**64, 0]", "test_an_epoch_has_every_window_once"),
+    ("a late run keeps its rates high", "train.py", "lr_scale(step - 1, tc, earlier + tick - began)", "lr_scale(step - 1, tc)",
+     "test_minutes_end_a_run_whose_steps_take_too_long"),
+    ("a time limit on steps that were asked for", "train.py", '"steps" in given and "minutes" not in given', "False",
+     "test_tiny_has_a_time_limit_unless_steps_are_asked_for"),
     ("the embedding's rate for all of AdamW", "train.py", "dict(params=rest, weight_decay=0.0)]", "dict(params=rest, weight_decay=0.0, times=tc.embed_lr)]",
      "test_embed_lr_is_of_the_embedding_alone"),
-    ("convolution forgets its tail", "models.py", "return y, x[:, T:]", "return y, tail", "test_any_split_is_the_whole"),
+    ("convolution forgets its tail", "models.py", "self.conv), x[:, x.shape[1] - tail.shape[1]:]", "self.conv), tail", "test_any_split_is_the_whole"),
     ("fast weights follow autocast", "models.py", "enabled=False):    # fast", "enabled=True):    # fast",
      "test_autocast_keeps_the_memory_in_float32"),
 
@@ -2917,14 +2985,14 @@ def mutants(only=""):
         print("the tests fail without any mutant")
         return 1
     names = {True: "killed", False: "SURVIVED", None: "ERROR"}
-    count = dict.fromkeys(names, 0)
+    counts = dict.fromkeys(names, 0)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         edits = [[(file, old, new)] + [(file, *second)] * bool(second) for _, file, old, new, _, *second in chosen]
         for m, result in zip(chosen, pool.map(failed, [[m[4]] for m in chosen], edits)):
-            count[result] += 1
+            counts[result] += 1
             print(f"{names[result]:9} {m[0]}   [{m[4]}]", flush=True)
-    print(f"{count[True]} of {len(chosen)} mutants killed, {count[False]} survived, {count[None]} could not be tried")
-    return int(count[True] < len(chosen))
+    print(f"{counts[True]} of {len(chosen)} mutants killed, {counts[False]} survived, {counts[None]} could not be tried")
+    return int(counts[True] < len(chosen))
 
 
 if __name__ == "__main__":

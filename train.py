@@ -45,6 +45,8 @@ class TrainConfig:
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv; a new run moves those of an earlier one to OUT/old-N")
     resume: bool = opt(False, "go on from OUT/ckpt.pt, with its settings")
     steps: int = opt(600, "optimizer steps", low=1)
+    minutes: float = opt(0.0, "end within this time even if --steps is not reached, the rates falling to 0 by then; 0: no limit, "
+                              "nor for --size tiny with --steps")
     stop_after: int = opt(0, "save and stop after this step, as Ctrl-C would, but with exit code 0; 0: never")
     seed: int = opt(1337, "of weights, batches and dropout")
     batch_size: int = opt(8, "sequences a forward pass", low=1)
@@ -84,8 +86,8 @@ class TrainConfig:
 
 
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)       # 0.5M tokens a step: App. E
-TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES
-    "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, muon_lr=4e-2, steps=1100, eval_every=550),       # why: README, Results
+TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES; tiny: README, Results
+    "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, muon_lr=4e-2, steps=1100, minutes=4.6, eval_every=550),
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
     "340m": dict(PAPER, steps=30_000, lr=1.5e-3),
@@ -156,6 +158,8 @@ def settings(given, ckpt=None):
         train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES[size], **fewer, **train}
         if "warmup" not in given:
             train["warmup"] = min(train["warmup"], train["steps"] // 10)
+        if "steps" in given and "minutes" not in given:
+            train["minutes"] = 0.0
         config = {**SIZES[size], **PRESETS[model], **{n: v for n, v in given.items() if n not in names}}
     try:
         return TrainConfig(**train), Config(**config)
@@ -358,20 +362,28 @@ def make_optimizers(model, tc):
     groups = [dict(params=embed, weight_decay=0.0, times=tc.embed_lr), dict(params=rest, weight_decay=0.0)]
     if tc.optimizer == "adamw":
         groups.append(dict(params=hidden, weight_decay=tc.weight_decay))
-    adamw = torch.optim.AdamW(groups, lr=tc.lr, betas=(0.9, tc.beta2))
+    adamw = torch.optim.AdamW(groups, lr=tc.lr, betas=(0.9, tc.beta2), fused=True)
     return [adamw] if tc.optimizer == "adamw" else [
         adamw, torch.optim.Muon(hidden, lr=tc.muon_lr, weight_decay=tc.weight_decay)]
 
 
-def lr_scale(step, tc):
+def progress(step, seconds, tc):
+    """How much of a run is over before `step`, counted from 0, and after so many seconds: the greater of two fractions, 1 at its end."""
+    return max(step / tc.steps, seconds / (60 * tc.minutes) if tc.minutes else 0.0)
+
+
+def lr_scale(step, tc, seconds=0.0):
     """What the peak rates are multiplied by at `step`, from 0: linear warmup, constant, linear decay to 0."""
     rise = (step + 1) / tc.warmup if tc.warmup else 1.0
-    fall = (tc.steps - step) / (tc.decay_frac * tc.steps) if tc.decay_frac else 1.0
+    fall = max(0.0, 1 - progress(step, seconds, tc)) / tc.decay_frac if tc.decay_frac else 1.0
     return min(rise, 1.0, fall)
 
 
-def train_step(model, optimizers, tc, ids, step, device, dtype):
-    """One outer step -> loss, and norm of the gradient before clipping. If one is not finite, no weight has changed."""
+def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
+    """One outer step at `scale` times the peak rates -> loss, and norm of the gradient before clipping.
+
+    If one is not finite, no weight has changed.
+    """
     x, y = batch(ids, tc.seed, step, tc.batch_size * tc.grad_accum, tc.seq_len)
     loss = 0.0
     for part_x, part_y in zip(x.split(tc.batch_size), y.split(tc.batch_size)):
@@ -391,7 +403,7 @@ def train_step(model, optimizers, tc, ids, step, device, dtype):
     for optimizer in optimizers:
         peak = tc.muon_lr if isinstance(optimizer, torch.optim.Muon) else tc.lr
         for group in optimizer.param_groups:
-            group["lr"] = peak * group.get("times", 1.0) * lr_scale(step, tc)
+            group["lr"] = peak * group.get("times", 1.0) * scale
         optimizer.step()
         optimizer.zero_grad()
     return loss, size
@@ -444,40 +456,46 @@ def clock(seconds):
 
 
 def train(model, optimizers, run, tc, splits, device, dtype):
-    """The loop, from run["step"] to the end, a signal or --stop-after -> None, the signal's number, or 0."""
+    """The loop, from run["step"] to --steps, --minutes, a signal or --stop-after -> None at its end, the signal's number, or 0."""
     out, first, earlier, began = Path(tc.out), run["step"], run["seconds"], time.perf_counter()
     log, busy, tokens = None, 0.0, 0
     with StopOnSignal() as stop:
-        for step in range(first + 1, tc.steps + 1):
+        for step in count(first + 1):
             tick = time.perf_counter()
-            loss, norm = train_step(model, optimizers, tc, splits[0], step - 1, device, dtype)
+            scale = lr_scale(step - 1, tc, earlier + tick - began)
+            loss, norm = train_step(model, optimizers, tc, splits[0], step - 1, scale, device, dtype)
             busy, tokens = busy + time.perf_counter() - tick, tokens + tc.batch_size * tc.grad_accum * tc.seq_len
             if log is None:                                   # only now that a step has worked are older files touched
                 if first == 0:
                     set_aside(out)
                 log = open_log(out / "log.csv", first)
-            val = None
-            if step % tc.eval_every == 0 or step == tc.steps:
+            val, over = None, progress(step, earlier + time.perf_counter() - began, tc)
+            if step % tc.eval_every == 0 or over >= 1:
                 val = evaluate(model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
             elapsed = time.perf_counter() - began
             run.update(step=step, seconds=earlier + elapsed)
             if val is not None or step % tc.log_every == 0 or step == 1:
                 row = step, f"{loss:.6f}", "" if val is None else f"{val:.6f}", f"{norm:.4f}", \
-                    f"{tc.lr * lr_scale(step - 1, tc):.3g}", f"{tokens / busy:.0f}", f"{run['seconds']:.1f}"
+                    f"{tc.lr * scale:.3g}", f"{tokens / busy:.0f}", f"{run['seconds']:.1f}"
                 log.write(",".join(map(str, row)) + "\n")
-                eta = clock((tc.steps - step) * elapsed / (step - first))
+                eta = (tc.steps - step) * elapsed / (step - first)
+                eta = clock(max(0.0, min(eta, 60 * tc.minutes - run["seconds"])) if tc.minutes else eta)
                 say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  val {row[2][:6] or '-':6s}  grad norm {norm:.2f}  "
                     f"lr {float(row[4]):.2e}  {tokens / busy:,.0f} tokens/s  eta {eta}")
                 busy, tokens = 0.0, 0
             if val is not None and val < run["best"]:         # never true of nan
                 run["best"] = val
                 save_checkpoint(out / "best.pt", run, model, optimizers)
-            stopping = stop.signal or step == tc.stop_after < tc.steps
+            stopping = stop.signal or step == tc.stop_after and over < 1
             if val is not None or stopping:
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
             if stopping:
                 say(f"stopped after step {step}; to go on: python train.py --resume --out {shlex.quote(tc.out)}")
                 return stop.signal
+            if over >= 1:
+                if step < tc.steps:
+                    say(f"--minutes {tc.minutes} are over after {step} of {tc.steps} steps")
+                return None
 
 
 def finish(model, run, tc, splits, tokenizer, device, dtype):
@@ -556,7 +574,7 @@ def launch(given):
     """A run, from its flags to its last line -> exit code."""
     ckpt = load_checkpoint(Path(given.get("out", TrainConfig.out)) / "ckpt.pt") if given.get("resume") else None
     tc, config = settings(given, ckpt)
-    if ckpt and ckpt["step"] >= (tc.stop_after or tc.steps):
+    if ckpt and (progress(ckpt["step"], ckpt["seconds"], tc) >= 1 or 0 < tc.stop_after <= ckpt["step"]):
         say(f"nothing to do: {ckpt['step']} of {tc.steps} steps in {tc.out} are done, best validation loss "
             f"{ckpt['best']:.4f}")
         return 0
