@@ -297,7 +297,6 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     flops = 2 * n * weights + deep * 2 * n * hidden * D                          # errors: through the memory and back
     if rule.muon_every:
         blocks = -(-C // rule.muon_every)
-        flops += momentum * 2 * (blocks + 1) * C * n                             # Theta Gate, where S is wanted
         flops += 2 * (blocks + 1) * n * weights                                  # S of each block and the last
         flops += blocks * sum(ns_flops(a, b, rule.ns_steps) for a, b in sizes)
         flops += 2 * blocks * (blocks - 1) * weights + 4 * C * weights           # W of each block; reads of W and NS(S)

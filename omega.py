@@ -256,19 +256,18 @@ def mixing(rule, gates, pos, inner):
         (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
         end = torch.stack([keepprod[..., -1, :], u_last, momprod[..., -1, :]], -2)
         return Mixing(keepprod, u, P, P * inner, torch.stack([P_last, G_last], -1), end)
-    rows, G = refreshed(pos, c, m) + [c - 1], band(gates.gate)
-    if gates.momentum is not None:
+    rows = refreshed(pos, c, m) + [c - 1]
+    if gates.momentum is None:
+        momprod, G = None, band(gates.gate)[..., rows, :]
+    else:                                                     # Eq 39, Theta Gate: a sum over the w diagonals of Gate, for the rows are few
         momprod, Theta = decay(log(gates.momentum), rows)
-        G = Theta @ G                                         # Eq 39
-    else:
-        momprod, G = None, G[..., rows, :]
-    logs, minus_step = log(gates.keep), -gates.step
-    front, back = padding(pos, c, m)                          # tokens that are not there keep all and write nothing
-    logs, minus_step = (F.pad(a, (front, back)).unflatten(-1, (-1, m)) for a in (logs, minus_step))
-    since, A = decay(logs)
-    own = A @ minus_step[..., None]
-    kept, A = decay(logs.sum(-1))
-    return Mixing(G=G, momprod=momprod, since=since, own=own, kept=kept, coef=A * own[..., None, :, -1, 0])
+        diagonals = enumerate(gates.gate.unbind(-1))
+        G = sum(F.pad(Theta * g[..., None, :], (j, gates.gate.shape[-1] - 1 - j)) for j, g in diagonals)
+    blocks, fill = -(-(pos % m + c) // m), padding(pos, c, m)                    # tokens that are not there keep all and write nothing
+    keep, minus_step = (F.pad(a, fill, value=x).unflatten(-1, (blocks, -1)) for a, x in ((gates.keep, 1.0), (-gates.step, 0.0)))
+    own, own_last = recur(keep, minus_step[..., None])
+    kept, A = decay(log(keep).sum(-1))
+    return Mixing(G=G, momprod=momprod, since=products(keep), own=own, kept=kept, coef=A * own_last.mT)
 
 
 def refreshed(pos, length, every):
@@ -277,8 +276,9 @@ def refreshed(pos, length, every):
 
 
 def padding(pos, length, every):
-    """How many tokens are missing in the stretch's first block, and in its last."""
-    return pos % every, -(pos + length) % every
+    """How many tokens to fill up the stretch's first block with, and its last; a single block is taken as it is."""
+    front, back = pos % every, -(pos + length) % every
+    return (front, back) if front + length > every else (0, 0)
 
 
 class ReadWrite(torch.autograd.Function):
@@ -481,7 +481,7 @@ def muon_chunk(rule, state, tokens, mix):
     """One chunk (or a part of one) with Newton-Schulz every `muon_every` tokens: y (B, H, c, D), and the state after it."""
     q, xq, k, xk, v, _, write = tokens
     c, blocks, m = q.shape[2], *mix.since.shape[2:4]
-    front, back = padding(state.pos, c, m)
+    front, back = padding(state.pos, c, rule.muon_every)
     pairs = memory.gradients(rule.memory, rule.loss, anchor(state), xk, k, v, rule.norm)
     S = []                                                    # of each matrix at the rows of mix.G: (B, H, r, in, out)
     for i, (a, d) in enumerate(pairs):
@@ -492,7 +492,7 @@ def muon_chunk(rule, state, tokens, mix):
     O = tuple(s[:, :, :-1] for s in S)
     if O[0].shape[2]:
         O = newton_schulz(O, *rule.newton_schulz)
-    if front:                                                 # a block in progress goes on with the O it has
+    if state.pos % rule.muon_every:                           # a block in progress goes on with the O it has
         O = tuple(torch.cat([old[:, :, None], o], 2) for old, o in zip(state.O, O))
     W, end = [], []                                           # before each block (B, H, blocks, in, out), and after the last
     for w, o in zip(state.W, O):
@@ -514,7 +514,7 @@ def muon_chunk(rule, state, tokens, mix):
 
     y = memory.apply(rule.memory, read, xq, q, rule.norm)
     S, O = (tuple(a[:, :, -1] for a in group) for group in (S, O))
-    return y, advance(rule, state, tuple(end), S if state.S else (), O if back else (), c)
+    return y, advance(rule, state, tuple(end), S if state.S else (), O if (state.pos + c) % rule.muon_every else (), c)
 
 
 def write_keys(rule, state, q, k, ks):

@@ -7,7 +7,7 @@
 
 OUT/ckpt.pt is the last state, OUT/best.pt the one with the best validation loss, OUT/log.csv has one row a logged step.
 A batch is a function of (seed, step) alone and a checkpoint holds all the rest, so on a CPU (same number of threads) a
-run that was stopped and resumed ends in the same bits as one that was not.
+run that was stopped and resumed ends in the same bits as one that was not, unless --minutes ends it.
 """
 import argparse
 import csv
@@ -45,8 +45,8 @@ class TrainConfig:
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv; a new run moves those of an earlier one to OUT/old-N")
     resume: bool = opt(False, "go on from OUT/ckpt.pt, with its settings")
     steps: int = opt(600, "optimizer steps", low=1)
-    minutes: float = opt(0.0, "end within this time even if --steps is not reached, the rates falling to 0 by then; 0: no limit, "
-                              "nor for --size tiny with --steps")
+    minutes: float = opt(0.0, "end after this time even if short of --steps, the rates having fallen to 0 by then; 0 (the default "
+                              "with --steps): no limit")
     stop_after: int = opt(0, "save and stop after this step, as Ctrl-C would, but with exit code 0; 0: never")
     seed: int = opt(1337, "of weights, batches and dropout")
     batch_size: int = opt(8, "sequences a forward pass", low=1)
