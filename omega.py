@@ -224,9 +224,9 @@ class Recurrence(torch.autograd.Function):
 
 
 def recur(factors, rows):
-    """Recurrence, or the one product that does the same: c times as much to compute, but that is quicker than c short steps on a GPU.
+    """Recurrence, or the one product that is the same: P_t = keep_t P_{t-1} - step_t G_t, or P = -A (diag(step) G).
 
-    On a CPU the steps take a third of the product's time.
+    The product has c times as much to compute. A GPU prefers it to c short steps; on a CPU they take a third of its time.
     """
     if rows.device.type == "cpu" and not torch.compiler.is_compiling():
         return Recurrence.apply(factors, rows)

@@ -2807,8 +2807,8 @@ MUTANTS = [
     ("a misplaced bracket in the gradient (fla)", "memory.py", "scale * (e - n * (n * e).mean(-1, keepdim=True))",
      "(scale * e - n * (n * e).mean(-1, keepdim=True))", "test_memory_gradients"),
     ("gated memory: one factor for the other", "memory.py", "(x, da * h), (a, e)", "(x, da * g), (a, e)", "test_memory_gradients"),
-    ("inner update under no_grad (Todd_Atlas)", "memory.py", "(x, gelu_backward(e @ W[1].mT, z)), (h, e)]",
-     "(x, gelu_backward(e @ W[1].mT, z).detach()), (h, e.detach())]", "test_omega_is_omega_ref[omeganet]"),
+    ("inner update under no_grad (Todd_Atlas)", "memory.py", "(x, (e @ W[1].mT) * slope), (h, e)]",
+     "(x, ((e @ W[1].mT) * slope).detach()), (h, e.detach())]", "test_omega_is_omega_ref[omeganet]"),
 
     ("reference: read before write", "omega.py", "M(W, xq[t], q[t])", "M(W_before, xq[t], q[t])",
      "test_linear_attention", "            W = tuple(keep[t]", "            W_before, W = W, tuple(keep[t]"),
@@ -2839,6 +2839,7 @@ MUTANTS = [
     ("gradient of a chunk: keep of the whole chunk", "omega.py", "dend = [(dW_end * W).sum((-2, -1))]", "dend = [0 * (dW_end * W).sum((-2, -1))]",
      "test_omega_is_omega_ref[titans]"),
     ("gradient of gelu'", "memory.py", "(2 - square)", "(1 - square)", "test_omega_is_omega_ref[titans]"),
+    ("gradient of gelu", "memory.py", "addcmul(dh * slope,", "addcmul(dh * 0,", "test_omega_is_omega_ref[titans]"),
     ("a memory that stays zero", "omega.py", "pos=pos, zero=False)", "pos=pos, zero=state.zero)", "test_omega_is_omega_ref[from rest]"),
     ("W taken for zero where it is not counted from M0", "omega.py", "bool(base) and S0 is None", "S0 is None",
      "test_omega_is_omega_ref[omeganet]"),
