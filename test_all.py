@@ -1724,15 +1724,6 @@ def test_precedence_is_defaults_then_size_then_model_then_flags(monkeypatch):
     assert train.settings({"device": "cpu"})[0].size == "tiny"
 
 
-def test_tiny_gives_dear_models_fewer_steps():
-    """A run of the default model that takes longer than promised; a flag that loses to the table."""
-    steps = lambda **given: train.settings(dict(given, device="cpu"))[0].steps
-    tiny = train.TRAIN_SIZES["tiny"]["steps"]
-    assert set(train.TINY_STEPS) <= set(models.PRESETS) and max(train.TINY_STEPS.values()) < tiny
-    assert steps() == train.TINY_STEPS["atlas"] and steps(model="omeganet") == tiny
-    assert steps(steps=7) == 7 and steps(size="baby") == train.TRAIN_SIZES["baby"]["steps"]
-
-
 def test_every_size_and_preset_resolves():
     """A size or preset with a misspelt or invalid field would fail only for the one who asks for it."""
     for size in models.SIZES:

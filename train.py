@@ -87,14 +87,13 @@ class TrainConfig:
 
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)       # 0.5M tokens a step: App. E
 TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES; tiny: README, Results
-    "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, muon_lr=4e-2, steps=1100, minutes=4.6, eval_every=550),
+    "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, muon_lr=4e-2, steps=1150, minutes=4.6, eval_every=575),
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
     "340m": dict(PAPER, steps=30_000, lr=1.5e-3),
     "760m": dict(PAPER, steps=60_000, lr=1.25e-3),
     "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
 }
-TINY_STEPS = {"atlas": 920, "atlas++": 920}                   # their steps take longer, and `tiny` is to be done in five minutes
 LAUNCH = {"out", "resume", "stop_after", "device", "compile", "threads"}      # never read from a checkpoint
 FREE = LAUNCH | {"data", "eval_every", "log_every", "sample_tokens"}          # may differ on --resume (data: its name)
 
@@ -130,7 +129,7 @@ def parse(argv=None):
     """The flags that were given -> dict."""
     parser = Parser(
         prog="train.py", usage="python %(prog)s [flags]", description=__doc__, allow_abbrev=False,
-        epilog="Defaults are in []; --size changes some (SIZES, TRAIN_SIZES), then --model (PRESETS, TINY_STEPS), then flags.",
+        epilog="Defaults are in []; --size changes some (SIZES, TRAIN_SIZES), then --model (PRESETS), then flags.",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=118))
     add_flags(parser.add_argument_group("the run"), TrainConfig)
     add_flags(parser.add_argument_group("the network"), Config, skip=("vocab_size",))      # which the tokenizer decides
@@ -154,8 +153,7 @@ def settings(given, ckpt=None):
         if train.get("size", "auto") == "auto":
             train["size"] = "baby" if pick_device(train.get("device", "auto")).type == "cuda" else "tiny"
         model, size = train.get("model", TrainConfig.model), train["size"]
-        fewer = {"steps": TINY_STEPS[model]} if size == "tiny" and model in TINY_STEPS else {}
-        train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES[size], **fewer, **train}
+        train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES[size], **train}
         if "warmup" not in given:
             train["warmup"] = min(train["warmup"], train["steps"] // 10)
         if "steps" in given and "minutes" not in given:
