@@ -165,6 +165,25 @@ class ShortConv(torch.autograd.Function):
         return dx, torch.stack([(dy * x[:, j: j + T]).sum((0, 1)) for j in range(len(taps))])
 
 
+class Unit(torch.autograd.Function):
+    """F.normalize over the last dimension, with the gradient (g - y (y . g)) / |x|: half of the passes that autograd makes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(1e-12)
+        y = x / norm
+        ctx.save_for_backward(y, norm)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        y, norm = ctx.saved_tensors
+        return torch.addcmul(g, y, (g * y).sum(-1, keepdim=True), value=-1).div_(norm)
+
+
+unit = Unit.apply
+
+
 class MemoryState(NamedTuple):
     rule: omega.State                                         # the memory itself
     conv: torch.Tensor                                        # (B, 3, 3 H D), the last inputs of the convolution
@@ -232,7 +251,7 @@ class Memory(nn.Module):
         state = state or self.start(x)
         qkv, tail = self.short_conv(self.qkv(x), state.conv)
         q, k, v = (at_least_float32(self.heads(a)) for a in F.silu(qkv).chunk(3, -1))
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)                                    # choice 8
+        q, k = unit(q), unit(k)                                                                  # choice 8
         with torch.autocast(x.device.type, enabled=False):    # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
             y, inner = omega.omega(self.config.rule(), self.phi, q, k, v, self.make_gates(x), state.rule)
         return self.finish(x, y), MemoryState(inner, tail)
@@ -244,7 +263,7 @@ class Memory(nn.Module):
 
     def retrieve(self, x, W, keys=None):
         """M*(q), Titans Eq 21: what the fast weights W recall for x, without writing: (B, T, n_embd) -> (B, T, n_embd)."""
-        q = F.normalize(at_least_float32(self.heads(F.silu(self.qkv(x).chunk(3, -1)[0]))), dim=-1)
+        q = unit(at_least_float32(self.heads(F.silu(self.qkv(x).chunk(3, -1)[0]))))
         with torch.autocast(x.device.type, enabled=False):
             rows = self.phi(q) if keys is None else omega.kernel_rows(q, keys)
             rule = self.config.rule()

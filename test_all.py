@@ -885,6 +885,13 @@ def test_convolution():
     assert torch.equal(tail, x[:, -3:])
 
 
+def test_unit_vectors():
+    """Keys and queries of length 1, and of length 0 where there is nothing to scale; the gradient has no part along them."""
+    x, out = (torch.cat([randn(2, 5, 4), torch.zeros(2, 1, 4).double()], 1).requires_grad_() for _ in range(2))
+    for a, b in zip(*((y, torch.autograd.grad(y, x, out)[0]) for y in (models.unit(x), F.normalize(x, dim=-1)))):
+        close(a, b)
+
+
 @torch.no_grad()
 def test_sliding_window_attention():
     """The last of w tokens in a window of w sees what a sequence of just these w tokens sees: no more, no less."""
@@ -2906,6 +2913,8 @@ MUTANTS = [
      "x = torch.cat([tail[:, 1:], x, tail[:, :1]], 1)", "test_causal"),
     ("convolution of width 1 (atlas-pytorch)", "models.py", "for j in range(1, len(taps)):", "for j in range(3, len(taps)):",
      "test_convolution"),
+    ("gradient of unit vectors: along them", "models.py", "(g * y).sum(-1, keepdim=True), value=-1", "(g * y).sum(-1, keepdim=True), value=0",
+     "test_unit_vectors"),
     ("gradient of the convolution: one tap for all", "models.py", "addcmul_(dy, taps[j])", "addcmul_(dy, taps[0])", "test_convolution"),
     ("gradient of the convolution: taps a token late", "models.py", "(dy * x[:, j: j + T])", "(dy * x[:, :T])", "test_convolution"),
     ("gradient of a pair in two chunks: from one", "omega.py", "da[:, :, i: i + N, : part", "da[:, :, : N, : part",
