@@ -172,7 +172,7 @@ class Mixing(NamedTuple):
     scores: torch.Tensor | None = None                        # (..., c, n)  P o (phi(q) phi(k)^T)
     last: torch.Tensor | None = None                          # (..., n, 2)  the last rows of P and G; of P alone without momentum
     end: torch.Tensor | None = None                           # (..., 3, 1)  the last of keepprod, u, momprod; of keepprod alone
-    # with Newton-Schulz, in blocks of m tokens                 W_t = since_t W_j + own_t O_j        W_j before block j, W_0 the first
+    # with Newton-Schulz, in blocks of m tokens (or one block of c <= m)     W_t = since_t W_j + own_t O_j     W_j before block j, W_0 the first
     G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } at the tokens at which it is refreshed,
     momprod: torch.Tensor | None = None                       # (..., r, 1)               } and the last
     since: torch.Tensor | None = None                         # (..., blocks, m, 1)  keep from the block's first token to t
@@ -397,7 +397,7 @@ def omega(rule, phi, q, k, v, gates, state):
 
 
 class Overlapping(torch.autograd.Function):
-    """Stretches of n tokens, one begins every `length` tokens: (B, H, T, ..) -> (B, H, N, n, ..). unfold, whose own gradient is slow."""
+    """Stretches of n tokens, one begins every `length` tokens: (B, H, T, D) -> (B, H, N, n, D). unfold, whose own gradient is slow."""
 
     @staticmethod
     def forward(ctx, a, length, n):

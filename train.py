@@ -7,7 +7,7 @@
 
 OUT/ckpt.pt is the last state, OUT/best.pt the one with the best validation loss, OUT/log.csv has one row a logged step.
 A batch is a function of (seed, step) alone and a checkpoint holds all the rest, so on a CPU (same number of threads) a
-run that was stopped and resumed ends in the same bits as one that was not, unless --minutes ends it.
+run that was stopped and resumed ends in the same bits as one that was not, as long as --minutes is not what lowers its rates.
 """
 import argparse
 import csv
@@ -371,7 +371,7 @@ def progress(step, seconds, tc):
 
 
 def lr_scale(step, tc, seconds=0.0):
-    """What the peak rates are multiplied by at `step`, from 0: linear warmup, constant, linear decay to 0."""
+    """What the peak rates are multiplied by at `step`, from 0: linear warmup, constant, linear decay to 0 over --steps or --minutes."""
     rise = (step + 1) / tc.warmup if tc.warmup else 1.0
     fall = max(0.0, 1 - progress(step, seconds, tc)) / tc.decay_frac if tc.decay_frac else 1.0
     return min(rise, 1.0, fall)
