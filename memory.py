@@ -49,6 +49,13 @@ def apply(kind, read, x, r, norm=False):
         f = read(1, F.gelu(read(0, x)))                                          # Eq 42
     else:
         f = read(2, F.gelu(read(0, x)) * read(1, x))                             # Eq 43
+    return output(kind, f, r, norm)
+
+
+def output(kind, f, r, norm=False):
+    """What the memory answers, where f is what its last matrix does."""
+    if kind == "linear":
+        return f
     return r + (F.rms_norm(f, f.shape[-1:], eps=EPS) if norm else f)
 
 
@@ -60,6 +67,13 @@ def feature_major(x):
 def product(x, W):
     """x W, for a feature-major x as (W^T x^T)^T: its gradient then lies as x does, and need not be reordered."""
     return (W.mT @ x.mT).transpose(-2, -1).contiguous() if feature_major(x) else x @ W
+
+
+def transposed_product(g, W, x, plus=None):
+    """g W^T, the gradient of x where g is that of x W, and what else there is of it (`plus`); it lies in memory as x does."""
+    if feature_major(x):
+        return (W @ g.mT if plus is None else torch.baddbmm(plus.mT, W, g.mT)).mT
+    return g @ W.mT if plus is None else torch.baddbmm(plus, g, W.mT)
 
 
 def loss(kind, y, v):
@@ -83,24 +97,57 @@ def error(kind, y, v):
     return e if kind == "l2" else e.abs().pow(LP - 1) * e.sign()
 
 
+def pack(W):
+    """The matrices that read x as one, side by side, and the last one: (W), (W1, W2), ([W1 | W2], W3)."""
+    return tuple(W) if len(W) < 3 else (torch.cat(W[:-1], -1), W[-1])
+
+
 def gradients(kind, loss_kind, W, x, r, v, norm=False):
     """The gradient of every token's loss at fixed weights W, as one rank-one pair a matrix: dl/dW[i] = a^T d.
 
-    x (..., n, E), r and v (..., n, D) -> list over matrices of (a (..., n, in), d (..., n, out)): the rows that enter the matrix
-    and the error signals that leave it. This is backpropagation written out; autograd of `loss` is what tests compare it with.
+    W as `pack` gives it, x (..., n, E), r and v (..., n, D) -> for each of W (a (..., n, in), d (..., n, out)): the rows that enter the
+    matrix and the error signals that leave it. This is backpropagation written out; autograd of `loss` is what tests compare it with.
     """
-    if kind == "linear":
-        return [(x, error(loss_kind, product(x, W[0]), v))]
+    pairs, _ = gradients_forward(kind, loss_kind, W, x, r, v, norm)
+    return pairs
+
+
+def gradients_forward(kind, loss_kind, W, x, r, v, norm):
+    """-> the pairs, and what it takes to go on from them: x W[0], the output without r, the last error."""
     z = product(x, W[0])
-    h, slope = gelu(z)
-    if kind == "mlp":
-        e = output_error(loss_kind, h @ W[1], r, v, norm)
-        return [(x, (e @ W[1].mT) * slope), (h, e)]
-    g = product(x, W[1])
-    a = h * g
-    e = output_error(loss_kind, a @ W[2], r, v, norm)
-    da = e @ W[2].mT
-    return [(x, da * g * slope), (x, da * h), (a, e)]
+    if kind == "linear":
+        e = error(loss_kind, z, v)
+        return [(x, e)], (z, None, e)
+    a, slope = activate(kind, z)
+    f = a @ W[1]
+    e = output_error(loss_kind, f, r, v, norm)
+    return [(x, slope * both(kind, e @ W[1].mT)), (a, e)], (z, f if norm or loss_kind in ("huber", "lp") else None, e)
+
+
+def gradients_again(kind, W, x, saved):
+    """The pairs once more, and the two factors of the first d, from what gradients_forward left: cheaper than to keep them all."""
+    z, _, e = saved
+    if kind == "linear":
+        return [(x, e)], (None, None)
+    a, slope = activate(kind, z)
+    g = e @ W[1].mT
+    return [(x, slope * both(kind, g)), (a, e)], (slope, g)
+
+
+def gradients_backward(kind, loss_kind, W, x, r, v, norm, saved, pairs, factors, dd, da):
+    """The outer gradient of the pairs: dd[i] is that of the i-th d, da that of the rows that enter the last matrix of a deep memory.
+
+    -> the gradient of each of W as a list of rank-one pairs; dz, where dz W[0]^T is the gradient of x; dr; dv.
+    """
+    z, f, _ = saved
+    if kind == "linear":
+        dz, dv = error_backward(loss_kind, dd[0], z, v)
+        return [[(x, dz)]], dz, None, dv
+    (a, e), (slope, g) = pairs[1], factors
+    dg = fold(kind, dd[0] * slope)                            # of g = e W[1]^T; d[0] = slope * g
+    df, dr, dv = output_error_backward(loss_kind, torch.baddbmm(dd[1], dg, W[1]), f, r, v, norm)
+    dz = activate_backward(kind, z, slope, torch.baddbmm(da, df, W[1].mT), dd[0] * both(kind, g))
+    return [[(x, dz)], [(dg, e), (a, df)]], dz, dr, dv
 
 
 def output_error(loss_kind, f, r, v, norm):
@@ -113,24 +160,94 @@ def output_error(loss_kind, f, r, v, norm):
     return scale * (e - n * (n * e).mean(-1, keepdim=True))
 
 
-class Gelu(torch.autograd.Function):
-    """gelu(z) = z Phi(z) and its slope Phi + z pdf, together: the slope is also what the outer gradient of gelu needs.
+def error_backward(kind, de, y, v):
+    """The gradients of y and v, for that of error(kind, y, v)."""
+    if kind == "dot":
+        return torch.zeros_like(de), -de
+    if kind == "huber":
+        de = de * ((y - v).abs() <= 1)
+    elif kind == "lp":
+        de = de * (LP - 1) * (y - v).abs().pow(LP - 2)
+    return de, -de
 
-    The outer gradient of the slope is gelu'' = (2 - z^2) pdf, in fewer operations than autograd's twenty.
-    """
+
+def output_error_backward(loss_kind, de, f, r, v, norm):
+    """The gradients of f, r, v, for that of output_error: e is a gradient in f, so its derivative is symmetric, forward = backward."""
+    if not norm:
+        dy, dv = error_backward(loss_kind, de, None if f is None else r + f, v)
+        return dy, dy, dv
+    mean = lambda a: a.mean(-1, keepdim=True)
+    scale = (mean(f.square()) + EPS).rsqrt()
+    n = f * scale
+    along = mean(n * de)
+    dn = scale * (de - n * along)                             # how n moves when f moves by de
+    dy, dv = error_backward(loss_kind, dn, r + n, v)
+    e = error(loss_kind, r + n, v)
+    ne = mean(n * e)
+    df = dy - dn * ne - n * (mean(dn * e) + mean(n * dy)) - along * scale * (e - n * ne)
+    return scale * df, dy, dv
+
+
+def hidden(kind, z):
+    """The rows that enter the last matrix, for z = x W[0]."""
+    return F.gelu(z) if kind == "mlp" else F.gelu(z.chunk(2, -1)[0]) * z.chunk(2, -1)[1]
+
+
+def activate(kind, z):
+    """These rows, and their slope in z."""
+    if kind == "mlp":
+        return gelu(z)
+    z, g = z.chunk(2, -1)
+    h, slope = gelu(z)
+    return h * g, torch.cat([g * slope, h], -1)
+
+
+def activate_backward(kind, z, slope, da, dslope):
+    """The gradient of z, for those of the rows and of their slope."""
+    if kind == "mlp":
+        return (da * slope).addcmul_(dslope, gelu_curvature(z))
+    (z, g), (d1, d2) = z.chunk(2, -1), dslope.chunk(2, -1)
+    slope1 = gelu(z)[1]
+    return torch.cat([d1 * g * gelu_curvature(z) + d2 * slope1, d1 * slope1], -1) + both(kind, da) * slope
+
+
+def both(kind, g):
+    """What leaves the hidden units, for each of the matrices that feed them."""
+    return g if kind == "mlp" else torch.cat([g, g], -1)
+
+
+def fold(kind, d):
+    """The gradient of `both`."""
+    return d if kind == "mlp" else sum(d.chunk(2, -1))
+
+
+def gelu(z):
+    """gelu(z) = z Phi(z), and its slope Phi + z pdf."""
+    return F.gelu(z), torch.ops.aten.gelu_backward(torch.ones_like(z), z)
+
+
+def gelu_curvature(z):
+    """gelu'' = (2 - z^2) pdf."""
+    square = z * z
+    pdf = (square * -0.5).exp_().mul_((2 * torch.pi) ** -0.5)
+    return square.neg_().add_(2).mul_(pdf)
+
+
+class Gradients(torch.autograd.Function):
+    """`gradients` with their outer gradient written out: (kind, loss, norm, x, r, v, *W) -> the d of each pair and, of a deep memory, a."""
 
     @staticmethod
-    def forward(ctx, z):
-        h, slope = F.gelu(z), torch.ops.aten.gelu_backward(torch.ones_like(z), z)
-        ctx.save_for_backward(z, slope)
-        return h, slope
+    def forward(ctx, kind, loss_kind, norm, x, r, v, *W):
+        pairs, saved = gradients_forward(kind, loss_kind, W, x, r, v, norm)
+        ctx.how = kind, loss_kind, norm
+        ctx.save_for_backward(x, r, v, *saved, *W)
+        return (*(d for _, d in pairs), *(a for a, _ in pairs[1:]))
 
     @staticmethod
-    def backward(ctx, dh, dslope):
-        z, slope = ctx.saved_tensors
-        square = z * z
-        pdf = (square * -0.5).exp_()
-        return torch.addcmul(dh * slope, (2 - square).mul_(pdf), dslope, value=(2 * torch.pi) ** -0.5)
-
-
-gelu = Gelu.apply
+    def backward(ctx, *dpairs):
+        (kind, loss_kind, norm), (x, r, v, z, f, e, *W) = ctx.how, ctx.saved_tensors
+        pairs, factors = gradients_again(kind, W, x, (z, f, e))
+        dd, da = dpairs[: len(W)], dpairs[-1]
+        dW, dz, dr, dv = gradients_backward(kind, loss_kind, W, x, r, v, norm, (z, f, e), pairs, factors, dd, da)
+        dx = transposed_product(dz, W[0], x)
+        return None, None, None, dx, dr, dv, *(sum(a.mT @ d for a, d in group) for group in dW)

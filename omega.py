@@ -166,12 +166,12 @@ class Tokens(NamedTuple):
 class Mixing(NamedTuple):
     """Everything in the formulas above that depends on the gates alone, for one chunk of c tokens and n pairs (as in Tokens)."""
     # without Newton-Schulz     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i,   S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
-    keepprod: torch.Tensor | None = None                      # (..., c, 1)  keep_1 .. keep_t
-    u: torch.Tensor | None = None                             # (..., c, 1)  -A diag(step) momprod
+    # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1 without momentum
+    coef: torch.Tensor | None = None                          # (..., c, s)  keepprod and u = -A diag(step) momprod
     P: torch.Tensor | None = None                             # (..., c, n)  -A diag(step) G
     scores: torch.Tensor | None = None                        # (..., c, n)  P o (phi(q) phi(k)^T)
-    last: torch.Tensor | None = None                          # (..., n, 2)  the last rows of P and G; of P alone without momentum
-    end: torch.Tensor | None = None                           # (..., 3, 1)  the last of keepprod, u, momprod; of keepprod alone
+    last: torch.Tensor | None = None                          # (..., n, s)  the last rows of P and G
+    end: torch.Tensor | None = None                           # (..., s, s)  the last keepprod, u; 0, the last momprod
     # with Newton-Schulz, in blocks of m tokens (or one block of c <= m)     W_t = since_t W_j + own_t O_j     W_j before block j, W_0 the first
     G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } at the tokens at which it is refreshed,
     momprod: torch.Tensor | None = None                       # (..., r, 1)               } and the last
@@ -251,11 +251,11 @@ def mixing(rule, gates, pos, inner):
         keepprod, minus_step = products(gates.keep), -gates.step[..., None]
         if gates.momentum is None:
             P, P_last = recur(gates.keep, band(minus_step * gates.gate))
-            return Mixing(keepprod, None, P, P * inner, P_last[..., None], keepprod[..., -1:, :])
+            return Mixing(keepprod, P, P * inner, P_last[..., None], keepprod[..., -1:, :])
         momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, band(gates.gate))      # Eq 33, 39
         (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
-        end = torch.stack([keepprod[..., -1, :], u_last, momprod[..., -1, :]], -2)
-        return Mixing(keepprod, u, P, P * inner, torch.stack([P_last, G_last], -1), end)
+        end = torch.cat([keepprod[..., -1, :], u_last, torch.zeros_like(u_last), momprod[..., -1, :]], -1)
+        return Mixing(torch.cat([keepprod, u], -1), P, P * inner, torch.stack([P_last, G_last], -1), end.unflatten(-1, (2, 2)))
     rows = refreshed(pos, c, m) + [c - 1]
     if gates.momentum is None:
         momprod, G = None, band(gates.gate)[..., rows, :]
@@ -281,81 +281,296 @@ def padding(pos, length, every):
     return (front, back) if front + length > every else (0, 0)
 
 
-class ReadWrite(torch.autograd.Function):
-    """What one chunk does to one matrix of the memory, without Newton-Schulz, with its gradient written out:
+def scaled(a, coef):
+    """Rows a (N, n, k), their numbers coef (N, n, s) -> (N, n, s k): a row times the first of its numbers, then times the next."""
+    return (coef[..., None] * a[..., None, :]).flatten(-2)
 
-        z = base + keepprod * (R W) + u * (R S) + Q D,   Q = P o (R X^T)         reads r_t W_t of all t
-        W <- keep W + u S + X^T (P_last * D),   S <- mom S + X^T (G_last * D)    the state after the chunk
 
-    with keep, u, mom (the three of `end`), P_last and G_last (the two of `last`) those of the last token. R (N, c, in), W and S (N,
-    in, out), X (N, n, in), D (N, n, out), the rest as in Mixing; base is R M0 or None. Q itself may be given (`scores`) in the
-    place of P. W is None where both are zero, S where there is no momentum. Autograd of the same lines takes longer (1.1 - 1.4x for
-    the rule) and keeps more: it does each product and sum for itself.
+def combined(t, coef):
+    """t (N, n, s k) -> (N, n, k): the first k of a row times the first of its numbers, plus the next k times the next."""
+    t, coef = t.split(t.shape[-1] // coef.shape[-1], -1), coef.split(1, -1)
+    y = t[0] * coef[0]
+    for i in range(1, len(t)):
+        y = y.addcmul_(t[i], coef[i])
+    return y
+
+
+def dots(t, a):
+    """t (N, n, s k), a (N, n, k) -> (N, n, s): the gradient of coef in `scaled` and in `combined`."""
+    return torch.stack([(part * a).sum(-1) for part in t.split(a.shape[-1], -1)], -1)
+
+
+def read_carried(R, C, coef, tall):
+    """r_t (keepprod_t W + u_t S) for all rows r_t of R (N, c, in) -> (N, c, out), and what the gradient needs of it.
+
+    C (N, s k, wide) holds W and below it S, transposed if they are `tall`: k is their narrow side, the one that is scaled.
+    """
+    if not tall:
+        return scaled(R, coef) @ C, None
+    reads = memory.product(R, C.mT)
+    return combined(reads, coef), reads
+
+
+def read_carried_backward(R, C, coef, tall, reads, dz):
+    """-> dR, dC, dcoef."""
+    if tall:
+        dreads = scaled(dz, coef)
+        return memory.transposed_product(dreads, C.mT, R), dreads.mT @ R, dots(reads, dz)
+    dscaled = dz @ C.mT
+    return combined(dscaled, coef), scaled(R, coef).mT @ dz, dots(dscaled, R)
+
+
+def write(X, D, last, tall):
+    """X^T (P_last * D) and X^T (G_last * D), what a chunk adds to W and S, laid out as they are in C."""
+    a, b = (D, X) if tall else (X, D)
+    return scaled(a, last).mT @ b
+
+
+def write_backward(X, D, last, tall, dC):
+    """-> dX, dD, dlast."""
+    a, b = (D, X) if tall else (X, D)
+    dscaled = memory.product(b, dC.mT)
+    da, db = combined(dscaled, last), memory.transposed_product(scaled(a, last), dC.mT, b)
+    return *((db, da) if tall else (da, db)), dots(dscaled, a)
+
+
+def outer(pairs, tall):
+    """The sum of x^T d over the pairs (x, d), transposed if it is tall."""
+    pairs = [pair[::-1] for pair in pairs] if tall else pairs
+    y = pairs[0][0].mT @ pairs[0][1]
+    for x, d in pairs[1:]:
+        y = torch.baddbmm(y, x.mT, d)
+    return y
+
+
+class Part(NamedTuple):
+    """What LinearChunks needs of one chunk, (N, ..) with N = B H, or of all, (N, chunks, ..): fields of Tokens and Mixing."""
+    xq: torch.Tensor
+    k: torch.Tensor
+    xk: torch.Tensor
+    v: torch.Tensor
+    base: torch.Tensor | None
+    write: torch.Tensor | None
+    coef: torch.Tensor
+    P: torch.Tensor
+    scores: torch.Tensor
+    last: torch.Tensor
+    end: torch.Tensor
+
+
+def each(parts):
+    """One Part for all chunks -> one for each."""
+    columns = [None if a is None else a.unbind(1) for a in parts]
+    return [Part(*(None if a is None else a[j] for a in columns)) for j in range(len(columns[0]))]
+
+
+def like(a):
+    """An empty tensor (N, chunks, ..) for the gradient of a: each chunk's is contiguous, or feature-major as a is."""
+    if memory.feature_major(a):
+        return like(a.mT).mT
+    return a.new_empty(a.shape[1], a.shape[0], *a.shape[2:]).transpose(0, 1)
+
+
+def first(C, s, tall):
+    """W of C."""
+    W = C[:, : C.shape[1] // s]
+    return W.mT if tall else W
+
+
+def gradient_point(s, tall, M0, C, anchor):
+    """The weights at which a chunk takes its gradients: the anchor, if it is not where the chunk begins."""
+    W = [a if a is not None or c is None else first(c, s, t) for a, c, t in zip(anchor, C, tall)]
+    return [m if w is None else w if m is None else m + w for m, w in zip(M0, W)]
+
+
+def ball_factors(rule, C, s, tall, count):
+    """What `Rule.bound` multiplies the W of C by; W may be `count` matrices side by side."""
+    norms = [torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True) for w in first(C, s, tall).chunk(count, -1)]
+    factors = [rule.ball / n.clamp_min(rule.ball) for n in norms]
+    if count == 1:
+        return factors[0]
+    width = C.shape[1] // s if tall else C.shape[2]
+    factors = torch.cat([f.expand(-1, 1, width // count) for f in factors], -1)
+    return factors.mT if tall else factors
+
+
+def linear_chunk(rule, whole, tall, part, M0, C, anchor):
+    """One chunk (or a part of one) without Newton-Schulz -> what the last matrix reads (N, c, D), C after it, what the gradient needs."""
+    s = part.coef.shape[-1]
+    W = gradient_point(s, tall, M0, C, anchor)
+    pairs, saved = memory.gradients_forward(rule.memory, rule.loss, W, part.xk, part.k, part.v, rule.norm)       # x_i, d_i
+    rows, Q, base, z, RX, after, kept = part.xq, part.scores, part.base, None, None, [], []
+    for i, (x, d) in enumerate(pairs):
+        if i:                                                                    # R of the last matrix is what the others read
+            before, rows = z, memory.hidden(rule.memory, z)
+            RX, base = rows @ x.mT, None if M0[i] is None else rows @ M0[i]
+            Q = part.P * RX
+        reads = factors = None
+        if C[i] is not None:
+            z, reads = read_carried(rows, C[i], part.coef, tall[i])
+            base = z if base is None else z + base
+        z = Q @ d if base is None else torch.baddbmm(base, Q, d)
+        end = write(x if i or part.write is None else part.write, d, part.last, tall[i])
+        if C[i] is not None:
+            end = torch.baddbmm(flat(end, s), part.end, flat(C[i], s)).view(end.shape)
+        if whole and rule.ball:
+            factors = ball_factors(rule, end, s, tall[i], 1 if i else firsts(rule))
+            end[:, : end.shape[1] // s] *= factors
+        after.append(end)
+        kept += [reads, factors]
+    return z, after, (*saved, before if RX is not None else None, RX, *kept)
+
+
+def flat(C, s):
+    """W and S of C as two rows of numbers, for a product with `end`."""
+    return C.view(len(C), s, -1)
+
+
+def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
+    """The gradient of linear_chunk, for those of its z and of the C after it -> those of part, M0, C, anchor."""
+    s, count = part.coef.shape[-1], len(C)
+    saved, (z, RX), kept = kept[:3], kept[3:5], kept[5:]
+    W = gradient_point(s, tall, M0, C, anchor)
+    pairs, slopes = memory.gradients_again(rule.memory, W, part.xk, saved)
+    dM0, dC, danchor, dd = ([None] * count for _ in range(4))
+    dcoef = dP = dlast = dend = da = None
+    for i in reversed(range(count)):
+        (x, d), reads, factors, drows = pairs[i], *kept[2 * i: 2 * i + 2], None
+        if i:
+            rows, slope = memory.activate(rule.memory, z)
+            Q = part.P * RX
+        else:
+            rows, Q = part.xq, part.scores
+        dQ, dd[i] = dz @ d.mT, Q.mT @ dz
+        if C[i] is not None:
+            drows, dC[i], dots_i = read_carried_backward(rows, C[i], part.coef, tall[i], reads, dz)
+            dcoef = dots_i if dcoef is None else dcoef + dots_i
+        if i:
+            if M0[i] is not None:
+                drows, dM0[i] = plus(drows, dz, M0[i].mT), rows.mT @ dz
+            dP, dQ = dQ * RX, dQ * part.P
+            drows, da = plus(drows, dQ, x), dQ.mT @ rows
+        dx = None
+        if dC_end is not None:
+            after = dC_end[i]
+            if factors is not None:
+                k = after.shape[1] // s
+                after = torch.cat([after[:, :k] * factors, after[:, k:]], 1)
+            if C[i] is not None:
+                dends = flat(after, s) @ flat(C[i], s).mT
+                dend = dends if dend is None else dend + dends
+                dC[i] = torch.baddbmm(flat(dC[i], s), part.end.mT, flat(after, s)).view(dC[i].shape)
+            dx, dD, dots_i = write_backward(x if i or part.write is None else part.write, d, part.last, tall[i], after)
+            dd[i], dlast = dd[i] + dD, dots_i if dlast is None else dlast + dots_i
+        if i:
+            da = da if dx is None else da + dx
+            dz = memory.both(rule.memory, drows) * slope
+    dW, dy, dk, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.xk, part.k, part.v, rule.norm, saved, pairs, slopes, dd, da)
+    for i, group in enumerate(dW):
+        dw = outer(group, tall[i])
+        if anchor[i] is None and C[i] is not None:
+            dC[i][:, : dw.shape[1]] += dw
+        dw = dw.mT if tall[i] else dw
+        danchor[i] = None if anchor[i] is None else dw
+        if M0[i] is not None:
+            dM0[i] = dw if dM0[i] is None else dM0[i] + dw
+    dxk = memory.transposed_product(dy, W[0], part.xk, dx if part.write is None else None)
+    dbase = None if part.base is None else dz
+    return Part(drows, dk, dxk, dv, dbase, None, dcoef, dP, dQ, dlast, dend), dM0, dC, danchor
+
+
+def plus(a, x, y):
+    """a + x y, or x y."""
+    return x @ y if a is None else torch.baddbmm(a, x, y)
+
+
+class LinearChunks(torch.autograd.Function):
+    """All chunks of a run without Newton-Schulz, one after the other, and their gradient, from the last to the first.
+
+    Autograd of the same lines takes twice as long and keeps more: to it each product, sum and view is a step of its own, and it
+    keeps what is cheaper to compute again. Arguments: the fields of Part, then of each of the `count` matrices (memory.pack) M0 or None,
+    C or None (zero), the anchor or None (W). Returns what the last matrix reads (N, chunks, c, D), then C of each at the end.
     """
 
     @staticmethod
-    def forward(ctx, R, W, S, X, D, base, P, scores, keepprod, u, last, end):
-        out = D.shape[-1]
-        WS = W if W is None or S is None else torch.cat([W, S], -1)
-        RX = None if P is None else R @ X.mT
-        Q = scores if P is None else P * RX
-        z = Q @ D if base is None else torch.baddbmm(base, Q, D)
-        reads = None
-        if W is not None:
-            reads = memory.product(R, WS)
-            z = torch.addcmul(z, keepprod, reads[..., :out])
-        new = X.mT @ (last[..., None] * D[..., None, :]).flatten(-2)             # with P_last * D | G_last * D
-        W_end, S_end = new[..., :out], new[..., out:]         # S_end is empty without momentum
-        if W is not None:
-            W_end = torch.addcmul(W_end, end[:, :1], W)
-            if S is not None:
-                z = torch.addcmul(z, u, reads[..., out:])
-                W_end = torch.addcmul(W_end, end[:, 1:2], S)
-                S_end = torch.addcmul(S_end, end[:, 2:], S)
-        ctx.save_for_backward(R, WS, X, D, P, scores, RX, reads, keepprod, u, last, end)
-        ctx.has_base = base is not None
+    def forward(ctx, rule, whole, tall, *tensors):
+        parts, M0, C, anchor = LinearChunks.sort(tensors, len(tall))
+        kept = []
+        y, C = linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept)
+        ctx.how, ctx.per = (rule, tall, len(tensors)), len(kept[0])
+        ctx.save_for_backward(*tensors, *(a for one in kept for a in one))
         ctx.set_materialize_grads(False)
-        return z, W_end, S_end
+        return y, *C
 
     @staticmethod
-    def backward(ctx, dz, dW_end, dS_end):
-        R, WS, X, D, P, scores, RX, reads, keepprod, u, last, end = ctx.saved_tensors
-        Q = scores if P is None else P * RX
-        out, dz = D.shape[-1], dz if dz is not None else D.new_zeros(*R.shape[:2], D.shape[-1])
-        dQ, dD = dz @ D.mT, Q.mT @ dz
-        dR = dW = dS = dX = dkeepprod = du = dlast = dend = dP = None
-        if WS is not None:
-            dreads = keepprod * dz if u is None else torch.cat([keepprod * dz, u * dz], -1)
-            dW, *dS = (R.mT @ dreads).split(out, -1)
-            dR = transposed_product(dreads, WS, R)
-            dkeepprod, *du = (reads.unflatten(-1, (-1, out)) * dz[..., None, :]).sum(-1).split(1, -1)
-            dS, du = (a[0] if a else None for a in (dS, du))
-        if dW_end is not None or dS_end is not None:          # else nobody reads the state after this chunk
-            dW_end, dS_end = (D.new_zeros(len(D), X.shape[-1], out) if a is None else a for a in (dW_end, dS_end))
-            dnew = dW_end if u is None else torch.cat([dW_end, dS_end], -1)
-            dD2 = (X @ dnew).unflatten(-1, (-1, out))         # (N, n, 2, out)
-            dlast = (dD2 * D[..., None, :]).sum(-1)
-            dD = dD + (dD2 * last[..., None]).sum(-2)
-            dX = transposed_product((last[..., None] * D[..., None, :]).flatten(-2), dnew, X)
-            if WS is not None:
-                W, S = WS[..., :out], WS[..., out:]
-                dW = torch.addcmul(dW, end[:, :1], dW_end)
-                dend = [(dW_end * W).sum((-2, -1))]
-                if u is not None:
-                    dS = torch.addcmul(torch.addcmul(dS, end[:, 1:2], dW_end), end[:, 2:], dS_end)
-                    dend += [(dW_end * S).sum((-2, -1)), (dS_end * S).sum((-2, -1))]
-                dend = torch.stack(dend, -1)[..., None]
-        if P is not None:                                     # Q = P o (R X^T)
-            dRX = dQ * P
-            dP, dQ = dQ * RX, None
-            dR = dRX @ X if dR is None else torch.baddbmm(dR, dRX, X)
-            dX = dRX.mT @ R if dX is None else torch.baddbmm(dX, dRX.mT, R)
-        return dR, dW, dS, dX, dD, dz if ctx.has_base else None, dP, dQ, dkeepprod, du, dlast, dend
+    def sort(tensors, count):
+        parts, rest = Part(*tensors[: len(Part._fields)]), tensors[len(Part._fields):]
+        return parts, rest[:count], rest[count: 2 * count], rest[2 * count:]
+
+    @staticmethod
+    def backward(ctx, dy, *dC):
+        (rule, tall, inputs), count, saved = ctx.how, len(ctx.how[1]), ctx.saved_tensors
+        parts, M0, _, anchor = LinearChunks.sort(saved[:inputs], count)
+        pieces, grads, none = each(parts), Part(*(a if a is None else like(a) for a in parts)), (None,) * count
+        kept = [saved[at: at + ctx.per] for at in range(inputs, len(saved), ctx.per)]
+        if dy is None:
+            dy = parts.v.new_zeros(len(parts.v), len(pieces), parts.coef.shape[2], parts.v.shape[-1])
+        if all(d is None for d in dC):                        # nobody reads the state at the end
+            dC = None
+        else:
+            dC = [torch.zeros_like(c) if d is None else d.contiguous() for c, d in zip(kept[-1], dC)]
+        dM0 = list(none)
+        for j, out in reversed(list(enumerate(each(grads)))):
+            C = kept[j][:count]
+            now, dM, dC, danchor = linear_chunk_backward(rule, tall, pieces[j], M0, C, none if j else anchor, kept[j][count:], dy[:, j], dC)
+            for a, b in zip(out, now):
+                if a is not None:
+                    a.zero_() if b is None else a.copy_(b)
+            dM0 = [b if a is None else a + b for a, b in zip(dM0, dM)]
+        return None, None, None, *grads, *dM0, *dC, *danchor
 
 
-def transposed_product(g, W, x):
-    """g W^T, the gradient of x where g is that of x W; it lies in memory as x does."""
-    return (W @ g.mT).mT if memory.feature_major(x) else g @ W.mT
+def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
+    """The forward pass of LinearChunks; what its gradient needs goes to the list `kept`."""
+    ys = []
+    for part in each(parts):
+        before = C
+        y, C, saved = linear_chunk(rule, whole, tall, part, M0, C, anchor)
+        ys.append(y)
+        anchor = (None,) * len(C)
+        if kept is not None:
+            kept.append((*before, *saved))
+    return torch.stack(ys, 1), C
+
+
+def linear_run(rule, state, tokens, mix):
+    """Chunks without Newton-Schulz: all of Tokens and Mixing (B, H, chunks, ..) -> y (B, H, T, D), and the state after them."""
+    q, xq, k, xk, v, base, hot = tokens
+    B, H, chunks, c = q.shape[:4]
+    fold = lambda a: None if a is None else a.flatten(0, 1)
+    rows = lambda group: [None if a is None else fold(a.expand(B, *a.shape[-3:])) for a in group]
+    parts = Part(*map(fold, (xq, k, xk, v, base, hot, *mix[:5])))
+    sizes = memory.pack(state.W)
+    tall = tuple(w.shape[-2] > w.shape[-1] for w in sizes)
+    M0 = rows(memory.pack(state.M0)) if state.M0 else [None] * len(tall)
+    if state.zero:
+        C = anchor = [None] * len(tall)
+    else:
+        S = memory.pack(state.S) if state.S else [None] * len(tall)
+        turn = lambda a, t: a.mT if t else a
+        C = [fold(torch.cat([turn(a, t) for a in (w, s) if a is not None], -2)).contiguous() for w, s, t in zip(sizes, S, tall)]
+        anchor = rows(memory.pack(state.anchor)) if state.pos else [None] * len(tall)
+    arguments = rule, (state.pos + c) % rule.chunk == 0, tall
+    if torch.is_grad_enabled():
+        f, *C = LinearChunks.apply(*arguments, *parts, *M0, *C, *anchor)
+    else:
+        f, C = linear_chunks(*arguments, parts, M0, C, anchor)
+    s = parts.coef.shape[-1]
+    parts = [[turn2.unflatten(0, (B, H)) for turn2 in (m.mT if t else m for m in c_.split(c_.shape[1] // s, 1))] for c_, t in zip(C, tall)]
+    unpack = lambda group: (*(group[0].chunk(firsts(rule), -1) if len(group) > 1 else group[:1]), *group[1:])
+    W, S = unpack([p[0] for p in parts]), unpack([p[1] for p in parts]) if s > 1 else ()
+    y = memory.output(rule.memory, f.unflatten(0, (B, H)), q, rule.norm).flatten(2, 3)
+    return y, advance(rule, state, tuple(W), tuple(S), (), chunks * c)
 
 
 def omega(rule, phi, q, k, v, gates, state):
@@ -383,15 +598,11 @@ def omega(rule, phi, q, k, v, gates, state):
         base = None
         if state.M0:                                          # the part of the first read that is the same for every W
             base = torch.cat([memory.product(cxq, m[:, None]) for m in state.M0[: firsts(rule)]], -1)
-        parts = Tokens(cq, cxq, ck, cxk, cv, base, None if write_xk is None else look(write_xk))
+        tokens = Tokens(cq, cxq, ck, cxk, cv, base, None if write_xk is None else look(write_xk))
         inner = None if rule.muon_every else phi.inner(cq, ck)
         mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), state.pos, inner)
-        parts, mix = ([a if a is None else chunks(a) for a in group] for group in (parts, mix))
-        step_chunk = muon_chunk if rule.muon_every else linear_chunk
-        for j in range(count):                                # the only loop: chunk after chunk
-            tokens, weights = ([a if a is None else a[j] for a in group] for group in (parts, mix))
-            y, state = step_chunk(rule, state, Tokens(*tokens), Mixing(*weights))
-            ys.append(y)
+        y, state = (muon_run if rule.muon_every else linear_run)(rule, state, tokens, mix)
+        ys.append(y)
         t = now.stop
     return torch.cat(ys, 2), state
 
@@ -413,11 +624,14 @@ class Overlapping(torch.autograd.Function):
         return da.flatten(2, 3)[:, :, : (N - 1) * ctx.length + n], None, None
 
 
+COMPILED = "mixing", "linear_chunk", "linear_chunk_backward", "muon_chunk"
+
+
 def compile_chunks(**options):
     """torch.compile the loop's body once for all chunks and layers: compiling the loop itself would unroll it, and take minutes."""
-    global mixing, linear_chunk, muon_chunk
-    mixing, linear_chunk, muon_chunk = (torch.compile(getattr(f, "_torchdynamo_orig_callable", f), **options)
-                                        for f in (mixing, linear_chunk, muon_chunk))
+    for name in COMPILED:
+        f = globals()[name]
+        globals()[name] = torch.compile(getattr(f, "_torchdynamo_orig_callable", f), **options)
 
 
 def chunks(a):
@@ -435,7 +649,6 @@ def cuts(T, pos, chunk):
 def advance(rule, state, W, S, O, length):
     """The state `length` tokens on; at a chunk boundary the anchor moves to W."""
     pos = (state.pos + length) % rule.chunk
-    W = W if pos else rule.bound(W)
     return state._replace(W=W, S=S, anchor=state.anchor if pos else W, O=O if pos else (), pos=pos, zero=False)
 
 
@@ -452,29 +665,25 @@ def read_start(state, tokens, i, rows):
     return tokens.base[..., i * width: (i + 1) * width] if rows is tokens.xq else rows @ state.M0[i]
 
 
-def linear_chunk(rule, state, tokens, mix):
-    """One chunk (or a part of one) without Newton-Schulz: y (B, H, c, D), and the state after it."""
-    q, xq, k, xk, v, _, write = tokens
-    pairs = memory.gradients(rule.memory, rule.loss, anchor(state), xk, k, v, rule.norm)         # x_i, d_i of every token
-    flat = lambda a: None if a is None else a.flatten(0, 1)                      # (B, H, ..) -> (B H, ..)
-    keepprod, u, P, scores, last, end = map(flat, mix[:6])
-    W, S = [], []
+def muon_run(rule, state, tokens, mix):
+    """Chunks with Newton-Schulz, one after the other; arguments and returns of linear_run."""
+    ys, (tokens, mix) = [], ([a if a is None else chunks(a) for a in group] for group in (tokens, mix))
+    for j in range(len(tokens[0])):
+        now, weights = ([a if a is None else a[j] for a in group] for group in (tokens, mix))
+        y, state = muon_chunk(rule, state, Tokens(*now), Mixing(*weights))
+        ys.append(y)
+    return torch.cat(ys, 2), state
 
-    def read(i, rows):                                                           # r_t W_t for all t
-        a, d = pairs[i]
-        old = (None, None) if state.zero else (state.W[i], state.S[i] if state.S else None)
-        base = read_start(state, tokens, i, rows)
-        if a is xk:
-            Q, a = (None, scores), a if write is None else write
-        else:
-            Q = (P, None)
-        z, w, s = ReadWrite.apply(flat(rows), *map(flat, (*old, a, d, base)), *Q, keepprod, u, last, end)
-        W.append(w.unflatten(0, q.shape[:2]))
-        S.append(s.unflatten(0, q.shape[:2]))
-        return z.unflatten(0, q.shape[:2])
 
-    y = memory.apply(rule.memory, read, xq, q, rule.norm)
-    return y, advance(rule, state, tuple(W), tuple(S) if state.S else (), (), q.shape[2])
+def muon_pairs(rule, state, xk, k, v):
+    """x_i, d_i of every token for each matrix of the memory."""
+    W = [w.flatten(0, 1) for w in memory.pack(anchor(state).__class__(w.expand(len(xk), *w.shape[-3:]) for w in anchor(state)))]
+    out = memory.Gradients.apply(rule.memory, rule.loss, rule.norm, *(a.flatten(0, 1) for a in (xk, k, v)), *W)
+    out = [a.unflatten(0, xk.shape[:2]) for a in out]
+    if rule.memory == "linear":
+        return [(xk, out[0])]
+    d, e, a = out
+    return [*((xk, part) for part in d.chunk(firsts(rule), -1)), (a, e)]
 
 
 def muon_chunk(rule, state, tokens, mix):
@@ -482,7 +691,7 @@ def muon_chunk(rule, state, tokens, mix):
     q, xq, k, xk, v, _, write = tokens
     c, blocks, m = q.shape[2], *mix.since.shape[2:4]
     front, back = padding(state.pos, c, rule.muon_every)
-    pairs = memory.gradients(rule.memory, rule.loss, anchor(state), xk, k, v, rule.norm)
+    pairs = muon_pairs(rule, state, xk, k, v)
     S = []                                                    # of each matrix at the rows of mix.G: (B, H, r, in, out)
     for i, (a, d) in enumerate(pairs):
         a = write if write is not None and a is xk else a
@@ -514,6 +723,7 @@ def muon_chunk(rule, state, tokens, mix):
 
     y = memory.apply(rule.memory, read, xq, q, rule.norm)
     S, O = (tuple(a[:, :, -1] for a in group) for group in (S, O))
+    end = rule.bound(end) if (state.pos + c) % rule.chunk == 0 else end
     return y, advance(rule, state, tuple(end), S if state.S else (), O if (state.pos + c) % rule.muon_every else (), c)
 
 

@@ -343,8 +343,32 @@ def test_memory_gradients(kind, loss, norm):
     x, r, v = randn(2, 7, 5), randn(2, 7, 3), 2 * randn(2, 7, 3)
     W = [w.requires_grad_() for w in weights(kind, 5, 3, 4, 2)]
     expect = torch.autograd.grad(memory.loss(loss, memory.apply(kind, lambda i, rows: rows @ W[i], x, r, norm), v), W)
-    for (a, d), g in zip(memory.gradients(kind, loss, W, x, r, v, norm), expect, strict=True):
+    pairs = memory.gradients(kind, loss, memory.pack(W), x, r, v, norm)
+    for (a, d), g in zip(pairs, memory.pack(expect), strict=True):
         close(a.mT @ d, g)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_memory_gradients_outer(kind, loss, norm):
+    """The outer gradient of the closed form, written out too, against autograd of the closed form."""
+    inputs = [randn(2, 7, 5), randn(2, 7, 3), 2 * randn(2, 7, 3), *memory.pack(weights(kind, 5, 3, 4, 2))]
+    inputs = [a.requires_grad_() for a in inputs]
+
+    def plain(x, r, v, *W):
+        gelu, memory.gelu = memory.gelu, lambda z: (F.gelu(z), torch.autograd.grad(F.gelu(z).sum(), z, create_graph=True)[0])
+        pairs = memory.gradients(kind, loss, W, x, r, v, norm)
+        memory.gelu = gelu
+        return *(d for _, d in pairs), *(a for a, _ in pairs[1:])
+
+    fast, slow = memory.Gradients.apply(kind, loss, norm, *inputs), plain(*inputs)
+    up = [randn(*a.shape) for a in slow]
+    for a, b in zip(fast, slow, strict=True):
+        close(a, b)
+    grads = [torch.autograd.grad(y, inputs, up, allow_unused=True, materialize_grads=True) for y in (fast, slow)]
+    for a, b in zip(*grads, strict=True):
+        close(a, b)
 
 
 # ---- omega.py: the chunk-parallel form is the token-by-token rule
@@ -1122,7 +1146,7 @@ def test_loss_counts_what_it_should():
 
 def test_chunk_steps_compile_whole(monkeypatch):
     """One graph for a chunk's step, forward and backward, and the same numbers: a graph break costs a GPU more than it saves."""
-    for name in ("mixing", "linear_chunk", "muon_chunk"):
+    for name in omega_module.COMPILED:
         monkeypatch.setattr(omega_module, name, getattr(omega_module, name))       # put back the plain ones afterwards
     model, x = shaken(small("omeganet", n_layer=1)), torch.randint(11, (2, 8))
     plain = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()), allow_unused=True)
