@@ -126,7 +126,7 @@ def peak_bytes(run, device):
         before = torch.cuda.memory_allocated()
         run()
         return torch.cuda.max_memory_allocated() - before
-    # resident memory would not tell: freed blocks are kept (train.keep_freed_memory) and its maximum never falls
+    # resident memory would not tell: freed blocks are kept (train.tune_cpu) and its maximum never falls
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as prof:
         run()
     events = (e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
@@ -640,7 +640,7 @@ def run(args):
 
 def main(argv=None):
     args = parse(argv)
-    train.keep_freed_memory()
+    train.tune_cpu()
     try:
         run(args)
     except UserError as fault:

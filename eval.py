@@ -239,7 +239,7 @@ def parse(argv=None):
 
 def main(argv=None):
     args = parse(argv)
-    train.keep_freed_memory()
+    train.tune_cpu()
     if args.threads:
         torch.set_num_threads(args.threads)
     try:

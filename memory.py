@@ -66,14 +66,19 @@ def feature_major(x):
 
 def product(x, W):
     """x W, for a feature-major x as (W^T x^T)^T: its gradient then lies as x does, and need not be reordered."""
-    return (W.mT @ x.mT).transpose(-2, -1).contiguous() if feature_major(x) else x @ W
+    return mm(W.mT, x.mT).transpose(-2, -1).contiguous() if feature_major(x) else mm(x, W)
+
+
+def mm(a, b):
+    """a b; torch.matmul makes half a dozen views on the way to the same torch.bmm, which here takes as long as the product."""
+    return torch.bmm(a, b) if a.dim() == b.dim() == 3 else a @ b
 
 
 def transposed_product(g, W, x, plus=None):
     """g W^T, the gradient of x where g is that of x W, and what else there is of it (`plus`); it lies in memory as x does."""
     if feature_major(x):
-        return (W @ g.mT if plus is None else torch.baddbmm(plus.mT, W, g.mT)).mT
-    return g @ W.mT if plus is None else torch.baddbmm(plus, g, W.mT)
+        return (mm(W, g.mT) if plus is None else torch.baddbmm(plus.mT, W, g.mT)).mT
+    return mm(g, W.mT) if plus is None else torch.baddbmm(plus, g, W.mT)
 
 
 def loss(kind, y, v):
@@ -119,9 +124,9 @@ def gradients_forward(kind, loss_kind, W, x, r, v, norm):
         e = error(loss_kind, z, v)
         return [(x, e)], (z, None, e)
     a, slope = activate(kind, z)
-    f = a @ W[1]
+    f = mm(a, W[1])
     e = output_error(loss_kind, f, r, v, norm)
-    return [(x, slope * both(kind, e @ W[1].mT)), (a, e)], (z, f if norm or loss_kind in ("huber", "lp") else None, e)
+    return [(x, slope * both(kind, mm(e, W[1].mT))), (a, e)], (z, f if norm or loss_kind in ("huber", "lp") else None, e)
 
 
 def gradients_again(kind, W, x, saved):
@@ -130,7 +135,7 @@ def gradients_again(kind, W, x, saved):
     if kind == "linear":
         return [(x, e)], (None, None)
     a, slope = activate(kind, z)
-    g = e @ W[1].mT
+    g = mm(e, W[1].mT)
     return [(x, slope * both(kind, g)), (a, e)], (slope, g)
 
 

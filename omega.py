@@ -169,7 +169,7 @@ class Mixing(NamedTuple):
     # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1 without momentum
     coef: torch.Tensor | None = None                          # (..., c, s)  keepprod and u = -A diag(step) momprod
     P: torch.Tensor | None = None                             # (..., c, n)  -A diag(step) G
-    scores: torch.Tensor | None = None                        # (..., c, n)  P o (phi(q) phi(k)^T)
+    inner: torch.Tensor | None = None                         # (..., c, n)  phi(q) phi(k)^T
     last: torch.Tensor | None = None                          # (..., n, s)  the last rows of P and G
     end: torch.Tensor | None = None                           # (..., s, s)  the last keepprod, u; 0, the last momprod
     # with Newton-Schulz, in blocks of m tokens (or one block of c <= m)     W_t = since_t W_j + own_t O_j     W_j before block j, W_0 the first
@@ -206,20 +206,22 @@ class Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, factors, rows):
-        y, by = torch.empty_like(rows, memory_format=torch.contiguous_format), factors[..., None]
-        y[..., 0, :] = rows[..., 0, :]
-        for t in range(1, rows.shape[-2]):
-            torch.addcmul(rows[..., t, :], by[..., t, :], y[..., t - 1, :], out=y[..., t, :])
+        y = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        by, give, take = (a.unbind(-2) for a in (factors[..., None], rows, y))
+        take[0].copy_(give[0])
+        for t in range(1, len(by)):
+            torch.addcmul(give[t], by[t], take[t - 1], out=take[t])
         ctx.save_for_backward(factors, y)
         return y, y[..., -1, :].clone()
 
     @staticmethod
     def backward(ctx, dy, dlast):
         factors, y = ctx.saved_tensors
-        drows, by = torch.empty_like(y), factors[..., None]
-        torch.add(dy[..., -1, :], dlast, out=drows[..., -1, :])
-        for t in range(y.shape[-2] - 1, 0, -1):
-            torch.addcmul(dy[..., t - 1, :], by[..., t, :], drows[..., t, :], out=drows[..., t - 1, :])
+        drows = torch.empty_like(y)
+        by, give, take = (a.unbind(-2) for a in (factors[..., None], dy, drows))
+        torch.add(give[-1], dlast, out=take[-1])
+        for t in range(len(by) - 1, 0, -1):
+            torch.addcmul(give[t - 1], by[t], take[t], out=take[t - 1])
         return F.pad((drows[..., 1:, :] * y[..., :-1, :]).sum(-1), (1, 0)), drows
 
 
@@ -251,11 +253,11 @@ def mixing(rule, gates, pos, inner):
         keepprod, minus_step = products(gates.keep), -gates.step[..., None]
         if gates.momentum is None:
             P, P_last = recur(gates.keep, band(minus_step * gates.gate))
-            return Mixing(keepprod, P, P * inner, P_last[..., None], keepprod[..., -1:, :])
+            return Mixing(keepprod, P, inner, P_last[..., None], keepprod[..., -1:, :])
         momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, band(gates.gate))      # Eq 33, 39
         (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
         end = torch.cat([keepprod[..., -1, :], u_last, torch.zeros_like(u_last), momprod[..., -1, :]], -1)
-        return Mixing(torch.cat([keepprod, u], -1), P, P * inner, torch.stack([P_last, G_last], -1), end.unflatten(-1, (2, 2)))
+        return Mixing(torch.cat([keepprod, u], -1), P, inner, torch.stack([P_last, G_last], -1), end.unflatten(-1, (2, 2)))
     rows = refreshed(pos, c, m) + [c - 1]
     if gates.momentum is None:
         momprod, G = None, band(gates.gate)[..., rows, :]
@@ -306,7 +308,7 @@ def read_carried(R, C, coef, tall):
     C (N, s k, wide) holds W and below it S, transposed if they are `tall`: k is their narrow side, the one that is scaled.
     """
     if not tall:
-        return scaled(R, coef) @ C, None
+        return torch.bmm(scaled(R, coef), C), None
     reads = memory.product(R, C.mT)
     return combined(reads, coef), reads
 
@@ -315,15 +317,15 @@ def read_carried_backward(R, C, coef, tall, reads, dz):
     """-> dR, dC, dcoef."""
     if tall:
         dreads = scaled(dz, coef)
-        return memory.transposed_product(dreads, C.mT, R), dreads.mT @ R, dots(reads, dz)
-    dscaled = dz @ C.mT
-    return combined(dscaled, coef), scaled(R, coef).mT @ dz, dots(dscaled, R)
+        return memory.transposed_product(dreads, C.mT, R), torch.bmm(dreads.mT, R), dots(reads, dz)
+    dscaled = torch.bmm(dz, C.mT)
+    return combined(dscaled, coef), torch.bmm(scaled(R, coef).mT, dz), dots(dscaled, R)
 
 
 def write(X, D, last, tall):
     """X^T (P_last * D) and X^T (G_last * D), what a chunk adds to W and S, laid out as they are in C."""
     a, b = (D, X) if tall else (X, D)
-    return scaled(a, last).mT @ b
+    return torch.bmm(scaled(a, last).mT, b)
 
 
 def write_backward(X, D, last, tall, dC):
@@ -337,7 +339,7 @@ def write_backward(X, D, last, tall, dC):
 def outer(pairs, tall):
     """The sum of x^T d over the pairs (x, d), transposed if it is tall."""
     pairs = [pair[::-1] for pair in pairs] if tall else pairs
-    y = pairs[0][0].mT @ pairs[0][1]
+    y = torch.bmm(pairs[0][0].mT, pairs[0][1])
     for x, d in pairs[1:]:
         y = torch.baddbmm(y, x.mT, d)
     return y
@@ -353,7 +355,7 @@ class Part(NamedTuple):
     write: torch.Tensor | None
     coef: torch.Tensor
     P: torch.Tensor
-    scores: torch.Tensor
+    inner: torch.Tensor
     last: torch.Tensor
     end: torch.Tensor
 
@@ -399,17 +401,16 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
     s = part.coef.shape[-1]
     W = gradient_point(s, tall, M0, C, anchor)
     pairs, saved = memory.gradients_forward(rule.memory, rule.loss, W, part.xk, part.k, part.v, rule.norm)       # x_i, d_i
-    rows, Q, base, z, RX, after, kept = part.xq, part.scores, part.base, None, None, [], []
+    rows, RX, base, z, before, after, kept = part.xq, part.inner, part.base, None, None, [], []
     for i, (x, d) in enumerate(pairs):
         if i:                                                                    # R of the last matrix is what the others read
             before, rows = z, memory.hidden(rule.memory, z)
-            RX, base = rows @ x.mT, None if M0[i] is None else rows @ M0[i]
-            Q = part.P * RX
+            RX, base = torch.bmm(rows, x.mT), None if M0[i] is None else torch.bmm(rows, M0[i])
         reads = factors = None
         if C[i] is not None:
             z, reads = read_carried(rows, C[i], part.coef, tall[i])
             base = z if base is None else z + base
-        z = Q @ d if base is None else torch.baddbmm(base, Q, d)
+        z = plus(base, part.P * RX, d)
         end = write(x if i or part.write is None else part.write, d, part.last, tall[i])
         if C[i] is not None:
             end = torch.baddbmm(flat(end, s), part.end, flat(C[i], s)).view(end.shape)
@@ -418,7 +419,7 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
             end[:, : end.shape[1] // s] *= factors
         after.append(end)
         kept += [reads, factors]
-    return z, after, (*saved, before if RX is not None else None, RX, *kept)
+    return z, after, (*saved, before, RX if before is not None else None, *kept)
 
 
 def flat(C, s):
@@ -438,18 +439,17 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
         (x, d), reads, factors, drows = pairs[i], *kept[2 * i: 2 * i + 2], None
         if i:
             rows, slope = memory.activate(rule.memory, z)
-            Q = part.P * RX
         else:
-            rows, Q = part.xq, part.scores
-        dQ, dd[i] = dz @ d.mT, Q.mT @ dz
+            rows, RX = part.xq, part.inner
+        dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)
+        dP, dQ = dQ * RX if dP is None else dP.addcmul_(dQ, RX), dQ.mul_(part.P)
         if C[i] is not None:
             drows, dC[i], dots_i = read_carried_backward(rows, C[i], part.coef, tall[i], reads, dz)
             dcoef = dots_i if dcoef is None else dcoef + dots_i
         if i:
             if M0[i] is not None:
-                drows, dM0[i] = plus(drows, dz, M0[i].mT), rows.mT @ dz
-            dP, dQ = dQ * RX, dQ * part.P
-            drows, da = plus(drows, dQ, x), dQ.mT @ rows
+                drows, dM0[i] = plus(drows, dz, M0[i].mT), torch.bmm(rows.mT, dz)
+            drows, da = plus(drows, dQ, x), torch.bmm(dQ.mT, rows)
         dx = None
         if dC_end is not None:
             after = dC_end[i]
@@ -457,7 +457,7 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
                 k = after.shape[1] // s
                 after = torch.cat([after[:, :k] * factors, after[:, k:]], 1)
             if C[i] is not None:
-                dends = flat(after, s) @ flat(C[i], s).mT
+                dends = torch.bmm(flat(after, s), flat(C[i], s).mT)
                 dend = dends if dend is None else dend + dends
                 dC[i] = torch.baddbmm(flat(dC[i], s), part.end.mT, flat(after, s)).view(dC[i].shape)
             dx, dD, dots_i = write_backward(x if i or part.write is None else part.write, d, part.last, tall[i], after)
@@ -481,7 +481,7 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
 
 def plus(a, x, y):
     """a + x y, or x y."""
-    return x @ y if a is None else torch.baddbmm(a, x, y)
+    return torch.bmm(x, y) if a is None else torch.baddbmm(a, x, y)
 
 
 class LinearChunks(torch.autograd.Function):

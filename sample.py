@@ -15,7 +15,7 @@ import sys
 import torch
 
 from data import UserError
-from train import Parser, encode_prompt, load_checkpoint, pick_device, rebuild, write
+from train import Parser, encode_prompt, load_checkpoint, pick_device, rebuild, tune_cpu, write
 
 
 def at_least(kind, low, high=math.inf):
@@ -100,6 +100,7 @@ def speak(args):
 
 def main(argv=None):
     args = parse(argv)
+    tune_cpu()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")              # the text may hold letters that the terminal has not
     try:

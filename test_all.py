@@ -2231,15 +2231,15 @@ def test_an_error_of_ours_is_not_hidden(flags, text, tmp_path, monkeypatch):
         go(text, tmp_path / "out", "--steps", 1, *flags)
 
 
-def test_keep_freed_memory_is_silent_without_glibc(monkeypatch, capfd):
+def test_tune_cpu_is_silent_without_glibc(monkeypatch, capfd):
     """macOS and Windows have no mallopt."""
     class NoLibc:
         def __init__(self, name):
             raise OSError
     monkeypatch.setattr(train.ctypes, "CDLL", lambda name: object())
-    train.keep_freed_memory()
+    train.tune_cpu()
     monkeypatch.setattr(train.ctypes, "CDLL", NoLibc)
-    train.keep_freed_memory()
+    train.tune_cpu()
     assert capfd.readouterr() == ("", "")
 
 
