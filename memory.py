@@ -107,25 +107,31 @@ def pack(W):
     return tuple(W) if len(W) < 3 else (torch.cat(W[:-1], -1), W[-1])
 
 
-def gradients(kind, loss_kind, W, x, r, v, norm=False):
+def gradients(kind, loss_kind, W, x, v, norm=False):
     """The gradient of every token's loss at fixed weights W, as one rank-one pair a matrix: dl/dW[i] = a^T d.
 
-    W as `pack` gives it, x (..., n, E), r and v (..., n, D) -> for each of W (a (..., n, in), d (..., n, out)): the rows that enter the
-    matrix and the error signals that leave it. This is backpropagation written out; autograd of `loss` is what tests compare it with.
+    W as `pack` gives it, x (..., n, E), v (..., n, D) as `target` gives it -> for each of W (a (..., n, in), d (..., n, out)): the rows
+    that enter the matrix and the error signals that leave it. This is backpropagation written out; autograd of `loss` is what tests
+    compare it with.
     """
-    pairs, _ = gradients_forward(kind, loss_kind, W, x, r, v, norm)
+    pairs, _ = gradients_forward(kind, loss_kind, W, x, v, norm)
     return pairs
 
 
-def gradients_forward(kind, loss_kind, W, x, r, v, norm):
-    """-> the pairs, and what it takes to go on from them: x W[0], the output without r, the last error."""
+def target(kind, loss_kind, r, v):
+    """What the last matrix is to produce: the residual stands on the output's side, the dot loss alone does not know the difference."""
+    return v if kind == "linear" or loss_kind == "dot" else v - r
+
+
+def gradients_forward(kind, loss_kind, W, x, v, norm):
+    """-> the pairs, and what it takes to go on from them: x W[0] of a deep memory, what its last matrix produces, the last error."""
     z = product(x, W[0])
     if kind == "linear":
         e = error(loss_kind, z, v)
-        return [(x, e)], (z, None, e)
+        return [(x, e)], (None, z, e)
     a, slope = activate(kind, z)
     f = mm(a, W[1])
-    e = output_error(loss_kind, f, r, v, norm)
+    e = output_error(loss_kind, f, v, norm)
     return [(x, slope * both(kind, mm(e, W[1].mT))), (a, e)], (z, f if norm or loss_kind in ("huber", "lp") else None, e)
 
 
@@ -139,29 +145,29 @@ def gradients_again(kind, W, x, saved):
     return [(x, slope * both(kind, g)), (a, e)], (slope, g)
 
 
-def gradients_backward(kind, loss_kind, W, x, r, v, norm, saved, pairs, factors, dd, da):
+def gradients_backward(kind, loss_kind, W, x, v, norm, saved, pairs, factors, dd, da):
     """The outer gradient of the pairs: dd[i] is that of the i-th d, da that of the rows that enter the last matrix of a deep memory.
 
-    -> the gradient of each of W as a list of rank-one pairs; dz, where dz W[0]^T is the gradient of x; dr; dv.
+    -> the gradient of each of W as a list of rank-one pairs; dz, where dz W[0]^T is the gradient of x; dv.
     """
     z, f, _ = saved
     if kind == "linear":
-        dz, dv = error_backward(loss_kind, dd[0], z, v)
-        return [[(x, dz)]], dz, None, dv
+        dz, dv = error_backward(loss_kind, dd[0], f, v)
+        return [[(x, dz)]], dz, dv
     (a, e), (slope, g) = pairs[1], factors
     dg = fold(kind, dd[0] * slope)                            # of g = e W[1]^T; d[0] = slope * g
-    df, dr, dv = output_error_backward(loss_kind, torch.baddbmm(dd[1], dg, W[1]), f, r, v, norm)
+    df, dv = output_error_backward(loss_kind, torch.baddbmm(dd[1], dg, W[1]), f, v, norm)
     dz = activate_backward(kind, z, slope, torch.baddbmm(da, df, W[1].mT), dd[0] * both(kind, g))
-    return [[(x, dz)], [(dg, e), (a, df)]], dz, dr, dv
+    return [[(x, dz)], [(dg, e), (a, df)]], dz, dv
 
 
-def output_error(loss_kind, f, r, v, norm):
-    """dl/df for an output r + f, or r + norm(f): through the norm the error loses its part along f and shrinks as f grows."""
+def output_error(loss_kind, f, v, norm):
+    """dl/df for an output f, or norm(f): through the norm the error loses its part along f and shrinks as f grows."""
     if not norm:
-        return error(loss_kind, r + f, v)
+        return error(loss_kind, f, v)
     scale = (f.square().mean(-1, keepdim=True) + EPS).rsqrt()
     n = f * scale
-    e = error(loss_kind, r + n, v)
+    e = error(loss_kind, n, v)
     return scale * (e - n * (n * e).mean(-1, keepdim=True))
 
 
@@ -176,21 +182,20 @@ def error_backward(kind, de, y, v):
     return de, -de
 
 
-def output_error_backward(loss_kind, de, f, r, v, norm):
-    """The gradients of f, r, v, for that of output_error: e is a gradient in f, so its derivative is symmetric, forward = backward."""
+def output_error_backward(loss_kind, de, f, v, norm):
+    """The gradients of f and v, for that of output_error: e is a gradient in f, so its derivative is symmetric, backward = forward."""
     if not norm:
-        dy, dv = error_backward(loss_kind, de, None if f is None else r + f, v)
-        return dy, dy, dv
+        return error_backward(loss_kind, de, f, v)
     mean = lambda a: a.mean(-1, keepdim=True)
     scale = (mean(f.square()) + EPS).rsqrt()
     n = f * scale
     along = mean(n * de)
     dn = scale * (de - n * along)                             # how n moves when f moves by de
-    dy, dv = error_backward(loss_kind, dn, r + n, v)
-    e = error(loss_kind, r + n, v)
+    dy, dv = error_backward(loss_kind, dn, n, v)
+    e = error(loss_kind, n, v)
     ne = mean(n * e)
     df = dy - dn * ne - n * (mean(dn * e) + mean(n * dy)) - along * scale * (e - n * ne)
-    return scale * df, dy, dv
+    return scale * df, dv
 
 
 def hidden(kind, z):
@@ -239,20 +244,20 @@ def gelu_curvature(z):
 
 
 class Gradients(torch.autograd.Function):
-    """`gradients` with their outer gradient written out: (kind, loss, norm, x, r, v, *W) -> the d of each pair and, of a deep memory, a."""
+    """`gradients` with their outer gradient written out: (kind, loss, norm, x, v, *W) -> the d of each pair and, of a deep memory, a."""
 
     @staticmethod
-    def forward(ctx, kind, loss_kind, norm, x, r, v, *W):
-        pairs, saved = gradients_forward(kind, loss_kind, W, x, r, v, norm)
+    def forward(ctx, kind, loss_kind, norm, x, v, *W):
+        pairs, saved = gradients_forward(kind, loss_kind, W, x, v, norm)
         ctx.how = kind, loss_kind, norm
-        ctx.save_for_backward(x, r, v, *saved, *W)
+        ctx.save_for_backward(x, v, *saved, *W)
         return (*(d for _, d in pairs), *(a for a, _ in pairs[1:]))
 
     @staticmethod
     def backward(ctx, *dpairs):
-        (kind, loss_kind, norm), (x, r, v, z, f, e, *W) = ctx.how, ctx.saved_tensors
+        (kind, loss_kind, norm), (x, v, z, f, e, *W) = ctx.how, ctx.saved_tensors
         pairs, factors = gradients_again(kind, W, x, (z, f, e))
         dd, da = dpairs[: len(W)], dpairs[-1]
-        dW, dz, dr, dv = gradients_backward(kind, loss_kind, W, x, r, v, norm, (z, f, e), pairs, factors, dd, da)
+        dW, dz, dv = gradients_backward(kind, loss_kind, W, x, v, norm, (z, f, e), pairs, factors, dd, da)
         dx = transposed_product(dz, W[0], x)
-        return None, None, None, dx, dr, dv, *(sum(a.mT @ d for a, d in group) for group in dW)
+        return None, None, None, dx, dv, *(sum(a.mT @ d for a, d in group) for group in dW)

@@ -156,9 +156,8 @@ class Tokens(NamedTuple):
     """One chunk of c tokens to read at and of n pairs to learn from: its c, the window - 1 before them, idle ones of weight 0."""
     q: torch.Tensor                                           # (B, H, c, D)
     xq: torch.Tensor                                          # (B, H, c, E)  phi(q)
-    k: torch.Tensor                                           # (B, H, n, D)
     xk: torch.Tensor                                          # (B, H, n, E)  phi(k)
-    v: torch.Tensor                                           # (B, H, n, D)
+    v: torch.Tensor                                           # (B, H, n, D)  memory.target(k, v)
     base: torch.Tensor | None                                 # (B, H, c, F)  phi(q) M0, if W is counted from M0
     write: torch.Tensor | None                                # (B, H, n, E)  what x_i^T d_i is made of, if not phi(k)
 
@@ -348,7 +347,6 @@ def outer(pairs, tall):
 class Part(NamedTuple):
     """What LinearChunks needs of one chunk, (N, ..) with N = B H, or of all, (N, chunks, ..): fields of Tokens and Mixing."""
     xq: torch.Tensor
-    k: torch.Tensor
     xk: torch.Tensor
     v: torch.Tensor
     base: torch.Tensor | None
@@ -400,7 +398,7 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
     """One chunk (or a part of one) without Newton-Schulz -> what the last matrix reads (N, c, D), C after it, what the gradient needs."""
     s = part.coef.shape[-1]
     W = gradient_point(s, tall, M0, C, anchor)
-    pairs, saved = memory.gradients_forward(rule.memory, rule.loss, W, part.xk, part.k, part.v, rule.norm)       # x_i, d_i
+    pairs, saved = memory.gradients_forward(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)       # x_i, d_i
     rows, RX, base, z, before, after, kept = part.xq, part.inner, part.base, None, None, [], []
     for i, (x, d) in enumerate(pairs):
         if i:                                                                    # R of the last matrix is what the others read
@@ -465,7 +463,7 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
         if i:
             da = da if dx is None else da + dx
             dz = memory.both(rule.memory, drows) * slope
-    dW, dy, dk, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.xk, part.k, part.v, rule.norm, saved, pairs, slopes, dd, da)
+    dW, dy, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.xk, part.v, rule.norm, saved, pairs, slopes, dd, da)
     for i, group in enumerate(dW):
         dw = outer(group, tall[i])
         if anchor[i] is None and C[i] is not None:
@@ -476,7 +474,7 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
             dM0[i] = dw if dM0[i] is None else dM0[i] + dw
     dxk = memory.transposed_product(dy, W[0], part.xk, dx if part.write is None else None)
     dbase = None if part.base is None else dz
-    return Part(drows, dk, dxk, dv, dbase, None, dcoef, dP, dQ, dlast, dend), dM0, dC, danchor
+    return Part(drows, dxk, dv, dbase, None, dcoef, dP, dQ, dlast, dend), dM0, dC, danchor
 
 
 def plus(a, x, y):
@@ -545,11 +543,11 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
 
 def linear_run(rule, state, tokens, mix):
     """Chunks without Newton-Schulz: all of Tokens and Mixing (B, H, chunks, ..) -> y (B, H, T, D), and the state after them."""
-    q, xq, k, xk, v, base, hot = tokens
+    q, xq, xk, v, base, hot = tokens
     B, H, chunks, c = q.shape[:4]
     fold = lambda a: None if a is None else a.flatten(0, 1)
     rows = lambda group: [None if a is None else fold(a.expand(B, *a.shape[-3:])) for a in group]
-    parts = Part(*map(fold, (xq, k, xk, v, base, hot, *mix[:5])))
+    parts = Part(*map(fold, (xq, xk, v, base, hot, *mix[:5])))
     sizes = memory.pack(state.W)
     tall = tuple(w.shape[-2] > w.shape[-1] for w in sizes)
     M0 = rows(memory.pack(state.M0)) if state.M0 else [None] * len(tall)
@@ -584,7 +582,7 @@ def omega(rule, phi, q, k, v, gates, state):
         gates = gates._replace(gate=gates.gate * (i >= missing))
     ks, vs = (torch.cat([F.pad(a, (0, 0, missing, 0)), b], 2) for a, b in ((state.k, k), (state.v, v)))
     state = state._replace(k=ks[:, :, max(T + idle, missing):], v=vs[:, :, max(T + idle, missing):])
-    write_xk = None
+    targets, write_xk = memory.target(rule.memory, rule.loss, ks, vs), None
     if phi.kind == "exp":
         state, xq, xk, write_xk = write_keys(rule, state, q, k, ks)
 
@@ -593,12 +591,12 @@ def omega(rule, phi, q, k, v, gates, state):
         now, seen = slice(t, t + length * count), slice(t, t + length * count + w - 1)
         fold = lambda a: a[:, :, now].unflatten(2, (count, length))                               # (B, H, N, C, ..)
         look = lambda a: Overlapping.apply(a[:, :, seen], length, length + w - 1)                # (B, H, N, n, ..)
-        cq, ck, cv = fold(q), look(ks), look(vs)
+        cq, ck, cv = fold(q), look(ks), look(targets)
         cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (fold(xq), look(xk))
         base = None
         if state.M0:                                          # the part of the first read that is the same for every W
             base = torch.cat([memory.product(cxq, m[:, None]) for m in state.M0[: firsts(rule)]], -1)
-        tokens = Tokens(cq, cxq, ck, cxk, cv, base, None if write_xk is None else look(write_xk))
+        tokens = Tokens(cq, cxq, cxk, cv, base, None if write_xk is None else look(write_xk))
         inner = None if rule.muon_every else phi.inner(cq, ck)
         mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), state.pos, inner)
         y, state = (muon_run if rule.muon_every else linear_run)(rule, state, tokens, mix)
@@ -675,10 +673,10 @@ def muon_run(rule, state, tokens, mix):
     return torch.cat(ys, 2), state
 
 
-def muon_pairs(rule, state, xk, k, v):
+def muon_pairs(rule, state, xk, v):
     """x_i, d_i of every token for each matrix of the memory."""
     W = [w.flatten(0, 1) for w in memory.pack(anchor(state).__class__(w.expand(len(xk), *w.shape[-3:]) for w in anchor(state)))]
-    out = memory.Gradients.apply(rule.memory, rule.loss, rule.norm, *(a.flatten(0, 1) for a in (xk, k, v)), *W)
+    out = memory.Gradients.apply(rule.memory, rule.loss, rule.norm, *(a.flatten(0, 1) for a in (xk, v)), *W)
     out = [a.unflatten(0, xk.shape[:2]) for a in out]
     if rule.memory == "linear":
         return [(xk, out[0])]
@@ -688,10 +686,10 @@ def muon_pairs(rule, state, xk, k, v):
 
 def muon_chunk(rule, state, tokens, mix):
     """One chunk (or a part of one) with Newton-Schulz every `muon_every` tokens: y (B, H, c, D), and the state after it."""
-    q, xq, k, xk, v, _, write = tokens
+    q, xq, xk, v, _, write = tokens
     c, blocks, m = q.shape[2], *mix.since.shape[2:4]
     front, back = padding(state.pos, c, rule.muon_every)
-    pairs = muon_pairs(rule, state, xk, k, v)
+    pairs = muon_pairs(rule, state, xk, v)
     S = []                                                    # of each matrix at the rows of mix.G: (B, H, r, in, out)
     for i, (a, d) in enumerate(pairs):
         a = write if write is not None and a is xk else a

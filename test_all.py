@@ -343,7 +343,7 @@ def test_memory_gradients(kind, loss, norm):
     x, r, v = randn(2, 7, 5), randn(2, 7, 3), 2 * randn(2, 7, 3)
     W = [w.requires_grad_() for w in weights(kind, 5, 3, 4, 2)]
     expect = torch.autograd.grad(memory.loss(loss, memory.apply(kind, lambda i, rows: rows @ W[i], x, r, norm), v), W)
-    pairs = memory.gradients(kind, loss, memory.pack(W), x, r, v, norm)
+    pairs = memory.gradients(kind, loss, memory.pack(W), x, memory.target(kind, loss, r, v), norm)
     for (a, d), g in zip(pairs, memory.pack(expect), strict=True):
         close(a.mT @ d, g)
 
@@ -353,12 +353,12 @@ def test_memory_gradients(kind, loss, norm):
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_memory_gradients_outer(kind, loss, norm):
     """The outer gradient of the closed form, written out too, against autograd of the closed form."""
-    inputs = [randn(2, 7, 5), randn(2, 7, 3), 2 * randn(2, 7, 3), *memory.pack(weights(kind, 5, 3, 4, 2))]
+    inputs = [randn(2, 7, 5), 2 * randn(2, 7, 3), *memory.pack(weights(kind, 5, 3, 4, 2))]
     inputs = [a.requires_grad_() for a in inputs]
 
-    def plain(x, r, v, *W):
+    def plain(x, v, *W):
         gelu, memory.gelu = memory.gelu, lambda z: (F.gelu(z), torch.autograd.grad(F.gelu(z).sum(), z, create_graph=True)[0])
-        pairs = memory.gradients(kind, loss, W, x, r, v, norm)
+        pairs = memory.gradients(kind, loss, W, x, v, norm)
         memory.gelu = gelu
         return *(d for _, d in pairs), *(a for a, _ in pairs[1:])
 
