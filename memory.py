@@ -70,15 +70,20 @@ def product(x, W):
 
 
 def mm(a, b):
-    """a b; torch.matmul makes half a dozen views on the way to the same torch.bmm, which here takes as long as the product."""
+    """a b; torch.matmul makes half a dozen views on the way to the same torch.bmm, which here take as long as the product."""
     return torch.bmm(a, b) if a.dim() == b.dim() == 3 else a @ b
+
+
+def add_product(y, a, b):
+    """y + a b, in the place of y: torch.baddbmm would begin with a copy."""
+    return torch.baddbmm(y, a, b, out=y)
 
 
 def transposed_product(g, W, x, plus=None):
     """g W^T, the gradient of x where g is that of x W, and what else there is of it (`plus`); it lies in memory as x does."""
     if feature_major(x):
-        return (mm(W, g.mT) if plus is None else torch.baddbmm(plus.mT, W, g.mT)).mT
-    return mm(g, W.mT) if plus is None else torch.baddbmm(plus, g, W.mT)
+        return (mm(W, g.mT) if plus is None else add_product(plus.mT, W, g.mT)).mT
+    return mm(g, W.mT) if plus is None else add_product(plus, g, W.mT)
 
 
 def loss(kind, y, v):
@@ -124,40 +129,42 @@ def target(kind, loss_kind, r, v):
 
 
 def gradients_forward(kind, loss_kind, W, x, v, norm):
-    """-> the pairs, and what it takes to go on from them: x W[0] of a deep memory, what its last matrix produces, the last error."""
+    """-> the pairs, and what it takes to have them again: what the last matrix produces, if its gradient needs it, and the last error."""
     z = product(x, W[0])
     if kind == "linear":
         e = error(loss_kind, z, v)
-        return [(x, e)], (None, z, e)
+        return [(x, e)], (z, e)
     a, slope = activate(kind, z)
     f = mm(a, W[1])
     e = output_error(loss_kind, f, v, norm)
-    return [(x, slope * both(kind, mm(e, W[1].mT))), (a, e)], (z, f if norm or loss_kind in ("huber", "lp") else None, e)
+    return [(x, both(kind, mm(e, W[1].mT)).mul_(slope)), (a, e)], (f if norm or loss_kind in ("huber", "lp") else None, e)
 
 
 def gradients_again(kind, W, x, saved):
-    """The pairs once more, and the two factors of the first d, from what gradients_forward left: cheaper than to keep them all."""
-    z, _, e = saved
+    """The pairs once more from what gradients_forward left, which takes no longer than to fetch them from memory; and their factors."""
+    _, e = saved
     if kind == "linear":
-        return [(x, e)], (None, None)
+        return [(x, e)], ()
+    z = product(x, W[0])
     a, slope = activate(kind, z)
     g = mm(e, W[1].mT)
-    return [(x, slope * both(kind, g)), (a, e)], (slope, g)
+    return [(x, slope * both(kind, g)), (a, e)], (z, slope, g)
 
 
-def gradients_backward(kind, loss_kind, W, x, v, norm, saved, pairs, factors, dd, da):
+def gradients_backward(kind, loss_kind, W, v, norm, saved, pairs, factors, dd, da):
     """The outer gradient of the pairs: dd[i] is that of the i-th d, da that of the rows that enter the last matrix of a deep memory.
 
+    Both are written to.
     -> the gradient of each of W as a list of rank-one pairs; dz, where dz W[0]^T is the gradient of x; dv.
     """
-    z, f, _ = saved
+    (f, _), (x, _) = saved, pairs[0]
     if kind == "linear":
         dz, dv = error_backward(loss_kind, dd[0], f, v)
         return [[(x, dz)]], dz, dv
-    (a, e), (slope, g) = pairs[1], factors
+    (a, e), (z, slope, g) = pairs[1], factors
     dg = fold(kind, dd[0] * slope)                            # of g = e W[1]^T; d[0] = slope * g
-    df, dv = output_error_backward(loss_kind, torch.baddbmm(dd[1], dg, W[1]), f, v, norm)
-    dz = activate_backward(kind, z, slope, torch.baddbmm(da, df, W[1].mT), dd[0] * both(kind, g))
+    df, dv = output_error_backward(loss_kind, add_product(dd[1], dg, W[1]), f, v, norm)
+    dz = activate_backward(kind, z, slope, add_product(da, df, W[1].mT), dd[0] * both(kind, g))
     return [[(x, dz)], [(dg, e), (a, df)]], dz, dv
 
 
@@ -215,7 +222,7 @@ def activate(kind, z):
 def activate_backward(kind, z, slope, da, dslope):
     """The gradient of z, for those of the rows and of their slope."""
     if kind == "mlp":
-        return (da * slope).addcmul_(dslope, gelu_curvature(z))
+        return gelu_curvature(z).mul_(dslope).addcmul_(da, slope)
     (z, g), (d1, d2) = z.chunk(2, -1), dslope.chunk(2, -1)
     slope1 = gelu(z)[1]
     return torch.cat([d1 * g * gelu_curvature(z) + d2 * slope1, d1 * slope1], -1) + both(kind, da) * slope
@@ -255,9 +262,10 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dpairs):
-        (kind, loss_kind, norm), (x, v, z, f, e, *W) = ctx.how, ctx.saved_tensors
-        pairs, factors = gradients_again(kind, W, x, (z, f, e))
-        dd, da = dpairs[: len(W)], dpairs[-1]
-        dW, dz, dv = gradients_backward(kind, loss_kind, W, x, v, norm, (z, f, e), pairs, factors, dd, da)
+        (kind, loss_kind, norm), (x, v, f, e, *W) = ctx.how, ctx.saved_tensors
+        saved = f, e
+        pairs, factors = gradients_again(kind, W, x, saved)
+        dpairs = [d.clone() for d in dpairs]                  # they are written to
+        dW, dz, dv = gradients_backward(kind, loss_kind, W, v, norm, saved, pairs, factors, dpairs[: len(W)], dpairs[-1])
         dx = transposed_product(dz, W[0], x)
         return None, None, None, dx, dv, *(sum(a.mT @ d for a, d in group) for group in dW)

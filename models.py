@@ -142,27 +142,33 @@ def at_least_float32(x):
 
 
 class ShortConv(torch.autograd.Function):
-    """y_t = sum_j taps[j] * x_{t+j}, channel by channel: x (B, T + n - 1, C), taps (n, C) -> (B, T, C).
+    """silu(z), z_t = sum_j taps[j] * x_{t+j}, channel by channel: x (B, T + n - 1, C), taps (n, C) -> (B, T, C).
 
-    F.conv1d wants channels before tokens and takes twice as long on a CPU; autograd of these lines makes a padded copy for each tap.
+    F.conv1d wants channels before tokens and takes twice as long on a CPU; autograd of these lines makes a padded copy for each tap,
+    and keeps z, which is cheap to have again.
     """
 
     @staticmethod
     def forward(ctx, x, taps):
-        T = x.shape[1] - len(taps) + 1
-        y = x[:, :T] * taps[0]
-        for j in range(1, len(taps)):
-            y.addcmul_(x[:, j: j + T], taps[j])
         ctx.save_for_backward(x, taps)
-        return y
+        return F.silu(ShortConv.convolve(x, taps), inplace=True)
+
+    @staticmethod
+    def convolve(x, taps):
+        T = x.shape[1] - len(taps) + 1
+        z = x[:, :T] * taps[0]
+        for j in range(1, len(taps)):
+            z.addcmul_(x[:, j: j + T], taps[j])
+        return z
 
     @staticmethod
     def backward(ctx, dy):
         x, taps = ctx.saved_tensors
-        T, dx = dy.shape[1], torch.zeros_like(x)
+        dz = torch.ops.aten.silu_backward(dy, ShortConv.convolve(x, taps))
+        T, dx = dz.shape[1], torch.zeros_like(x)
         for j in range(len(taps)):
-            dx[:, j: j + T].addcmul_(dy, taps[j])
-        return dx, torch.stack([(dy * x[:, j: j + T]).sum((0, 1)) for j in range(len(taps))])
+            dx[:, j: j + T].addcmul_(dz, taps[j])
+        return dx, torch.stack([(dz * x[:, j: j + T]).sum((0, 1)) for j in range(len(taps))])
 
 
 class Unit(torch.autograd.Function):
@@ -235,9 +241,9 @@ class Memory(nn.Module):
         return omega.Gates(keep, step, momentum.sigmoid().squeeze(-1) if c.momentum else None, gate)
 
     def short_conv(self, x, tail):
-        """y_t = sum_j conv[j] * x_{t-3+j}, channel by channel; `tail` holds the inputs before x."""
+        """silu of sum_j conv[j] * x_{t-3+j}, channel by channel; `tail` holds the inputs before x."""
         if self.conv is None:
-            return x, tail
+            return F.silu(x), tail
         x = torch.cat([tail, x], 1)
         return ShortConv.apply(x, self.conv), x[:, x.shape[1] - tail.shape[1]:]
 
@@ -250,7 +256,7 @@ class Memory(nn.Module):
         """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState."""
         state = state or self.start(x)
         qkv, tail = self.short_conv(self.qkv(x), state.conv)
-        q, k, v = (at_least_float32(self.heads(a)) for a in F.silu(qkv).chunk(3, -1))
+        q, k, v = (at_least_float32(self.heads(a)) for a in qkv.chunk(3, -1))
         q, k = unit(q), unit(k)                                                                  # choice 8
         with torch.autocast(x.device.type, enabled=False):    # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
             y, inner = omega.omega(self.config.rule(), self.phi, q, k, v, self.make_gates(x), state.rule)

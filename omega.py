@@ -298,25 +298,24 @@ def combined(t, coef):
 
 def dots(t, a):
     """t (N, n, s k), a (N, n, k) -> (N, n, s): the gradient of coef in `scaled` and in `combined`."""
-    return torch.stack([(part * a).sum(-1) for part in t.split(a.shape[-1], -1)], -1)
+    return (t.view(*a.shape[:2], -1, a.shape[-1]) * a[..., None, :]).sum(-1)
 
 
 def read_carried(R, C, coef, tall):
-    """r_t (keepprod_t W + u_t S) for all rows r_t of R (N, c, in) -> (N, c, out), and what the gradient needs of it.
+    """r_t (keepprod_t W + u_t S) for all rows r_t of R (N, c, in) -> (N, c, out).
 
     C (N, s k, wide) holds W and below it S, transposed if they are `tall`: k is their narrow side, the one that is scaled.
     """
     if not tall:
-        return torch.bmm(scaled(R, coef), C), None
-    reads = memory.product(R, C.mT)
-    return combined(reads, coef), reads
+        return torch.bmm(scaled(R, coef), C)
+    return combined(memory.product(R, C.mT), coef)
 
 
-def read_carried_backward(R, C, coef, tall, reads, dz):
+def read_carried_backward(R, C, coef, tall, dz):
     """-> dR, dC, dcoef."""
     if tall:
         dreads = scaled(dz, coef)
-        return memory.transposed_product(dreads, C.mT, R), torch.bmm(dreads.mT, R), dots(reads, dz)
+        return memory.transposed_product(dreads, C.mT, R), torch.bmm(dreads.mT, R), dots(memory.product(R, C.mT), dz)
     dscaled = torch.bmm(dz, C.mT)
     return combined(dscaled, coef), torch.bmm(scaled(R, coef).mT, dz), dots(dscaled, R)
 
@@ -340,7 +339,7 @@ def outer(pairs, tall):
     pairs = [pair[::-1] for pair in pairs] if tall else pairs
     y = torch.bmm(pairs[0][0].mT, pairs[0][1])
     for x, d in pairs[1:]:
-        y = torch.baddbmm(y, x.mT, d)
+        y = memory.add_product(y, x.mT, d)
     return y
 
 
@@ -399,25 +398,27 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
     s = part.coef.shape[-1]
     W = gradient_point(s, tall, M0, C, anchor)
     pairs, saved = memory.gradients_forward(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)       # x_i, d_i
-    rows, RX, base, z, before, after, kept = part.xq, part.inner, part.base, None, None, [], []
+    rows, RX, base, z, before, after, balls = part.xq, part.inner, part.base, None, None, [], []
     for i, (x, d) in enumerate(pairs):
         if i:                                                                    # R of the last matrix is what the others read
             before, rows = z, memory.hidden(rule.memory, z)
             RX, base = torch.bmm(rows, x.mT), None if M0[i] is None else torch.bmm(rows, M0[i])
-        reads = factors = None
+        ball = None
         if C[i] is not None:
-            z, reads = read_carried(rows, C[i], part.coef, tall[i])
-            base = z if base is None else z + base
+            z = read_carried(rows, C[i], part.coef, tall[i])
+            base = z if base is None else z.add_(base)
+        elif base is part.base and base is not None:
+            base = base.clone()                               # an input, and what follows writes to it
         z = plus(base, part.P * RX, d)
         end = write(x if i or part.write is None else part.write, d, part.last, tall[i])
         if C[i] is not None:
-            end = torch.baddbmm(flat(end, s), part.end, flat(C[i], s)).view(end.shape)
+            memory.add_product(flat(end, s), part.end, flat(C[i], s))
         if whole and rule.ball:
-            factors = ball_factors(rule, end, s, tall[i], 1 if i else firsts(rule))
-            end[:, : end.shape[1] // s] *= factors
+            ball = ball_factors(rule, end, s, tall[i], 1 if i else firsts(rule))
+            end[:, : end.shape[1] // s] *= ball
         after.append(end)
-        kept += [reads, factors]
-    return z, after, (*saved, before, RX if before is not None else None, *kept)
+        balls.append(ball)
+    return z, after, (*saved, before, RX if before is not None else None, *balls)
 
 
 def flat(C, s):
@@ -428,13 +429,13 @@ def flat(C, s):
 def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
     """The gradient of linear_chunk, for those of its z and of the C after it -> those of part, M0, C, anchor."""
     s, count = part.coef.shape[-1], len(C)
-    saved, (z, RX), kept = kept[:3], kept[3:5], kept[5:]
+    saved, (z, RX), balls = kept[:2], kept[2:4], kept[4:]
     W = gradient_point(s, tall, M0, C, anchor)
-    pairs, slopes = memory.gradients_again(rule.memory, W, part.xk, saved)
+    pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
     dM0, dC, danchor, dd = ([None] * count for _ in range(4))
     dcoef = dP = dlast = dend = da = None
     for i in reversed(range(count)):
-        (x, d), reads, factors, drows = pairs[i], *kept[2 * i: 2 * i + 2], None
+        (x, d), ball, drows = pairs[i], balls[i], None
         if i:
             rows, slope = memory.activate(rule.memory, z)
         else:
@@ -442,7 +443,7 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
         dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)
         dP, dQ = dQ * RX if dP is None else dP.addcmul_(dQ, RX), dQ.mul_(part.P)
         if C[i] is not None:
-            drows, dC[i], dots_i = read_carried_backward(rows, C[i], part.coef, tall[i], reads, dz)
+            drows, dC[i], dots_i = read_carried_backward(rows, C[i], part.coef, tall[i], dz)
             dcoef = dots_i if dcoef is None else dcoef + dots_i
         if i:
             if M0[i] is not None:
@@ -451,19 +452,19 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
         dx = None
         if dC_end is not None:
             after = dC_end[i]
-            if factors is not None:
+            if ball is not None:
                 k = after.shape[1] // s
-                after = torch.cat([after[:, :k] * factors, after[:, k:]], 1)
+                after = torch.cat([after[:, :k] * ball, after[:, k:]], 1)
             if C[i] is not None:
                 dends = torch.bmm(flat(after, s), flat(C[i], s).mT)
                 dend = dends if dend is None else dend + dends
-                dC[i] = torch.baddbmm(flat(dC[i], s), part.end.mT, flat(after, s)).view(dC[i].shape)
+                memory.add_product(flat(dC[i], s), part.end.mT, flat(after, s))
             dx, dD, dots_i = write_backward(x if i or part.write is None else part.write, d, part.last, tall[i], after)
-            dd[i], dlast = dd[i] + dD, dots_i if dlast is None else dlast + dots_i
+            dd[i], dlast = dd[i].add_(dD), dots_i if dlast is None else dlast + dots_i
         if i:
-            da = da if dx is None else da + dx
-            dz = memory.both(rule.memory, drows) * slope
-    dW, dy, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.xk, part.v, rule.norm, saved, pairs, slopes, dd, da)
+            da = da if dx is None else da.add_(dx)
+            dz = memory.both(rule.memory, drows).mul_(slope)
+    dW, dy, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.v, rule.norm, saved, pairs, factors, dd, da)
     for i, group in enumerate(dW):
         dw = outer(group, tall[i])
         if anchor[i] is None and C[i] is not None:
@@ -478,8 +479,8 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
 
 
 def plus(a, x, y):
-    """a + x y, or x y."""
-    return torch.bmm(x, y) if a is None else torch.baddbmm(a, x, y)
+    """a + x y, in the place of a; x y where there is no a."""
+    return torch.bmm(x, y) if a is None else memory.add_product(a, x, y)
 
 
 class LinearChunks(torch.autograd.Function):
