@@ -172,12 +172,10 @@ class Mixing(NamedTuple):
     last: torch.Tensor | None = None                          # (..., n, s)  the last rows of P and G
     end: torch.Tensor | None = None                           # (..., s, s)  the last keepprod, u; 0, the last momprod
     # with Newton-Schulz, in blocks of m tokens (or one block of c <= m)     W_t = since_t W_j + own_t O_j     W_j before block j, W_0 the first
+    # coef is (..., blocks, m, 2): keep from the block's first token to t (since), minus the sum of A[t, n] step_n over n <= t in the block (own)
+    # end is (..., blocks, 1 + blocks): the shares of W_0 and of O_0 .. in the W after each block
     G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } at the tokens at which it is refreshed,
     momprod: torch.Tensor | None = None                       # (..., r, 1)               } and the last
-    since: torch.Tensor | None = None                         # (..., blocks, m, 1)  keep from the block's first token to t
-    own: torch.Tensor | None = None                           # (..., blocks, m, 1)  -sum of A[t, n] step_n over n <= t in the block
-    kept: torch.Tensor | None = None                          # (..., blocks, 1)  }  after block j:
-    coef: torch.Tensor | None = None                          # (..., blocks, blocks)  }  W = kept_j W_0 + sum_i coef[j, i] O_i
 
 
 def log(gate):
@@ -268,7 +266,8 @@ def mixing(rule, gates, pos, inner):
     keep, minus_step = (F.pad(a, fill, value=x).unflatten(-1, (blocks, -1)) for a, x in ((gates.keep, 1.0), (-gates.step, 0.0)))
     own, own_last = recur(keep, minus_step[..., None])
     kept, A = decay(log(keep).sum(-1))
-    return Mixing(G=G, momprod=momprod, since=products(keep), own=own, kept=kept, coef=A * own_last.mT)
+    end = torch.cat([kept, A * own_last.mT], -1)
+    return Mixing(torch.cat([products(keep), own], -1), end=end, G=G, momprod=momprod)
 
 
 def refreshed(pos, length, every):
@@ -341,6 +340,34 @@ def outer(pairs, tall):
     for x, d in pairs[1:]:
         y = memory.add_product(y, x.mT, d)
     return y
+
+
+class Read(torch.autograd.Function):
+    """read_carried as a step of autograd's, which keeps R, C and coef alone."""
+
+    @staticmethod
+    def forward(ctx, R, C, coef, tall):
+        ctx.tall = tall
+        ctx.save_for_backward(R, C, coef)
+        return read_carried(R, C, coef, tall)
+
+    @staticmethod
+    def backward(ctx, dz):
+        return *read_carried_backward(*ctx.saved_tensors, ctx.tall, dz), None
+
+
+class Write(torch.autograd.Function):
+    """write as a step of autograd's."""
+
+    @staticmethod
+    def forward(ctx, X, D, last, tall):
+        ctx.tall = tall
+        ctx.save_for_backward(X, D, last)
+        return write(X, D, last, tall)
+
+    @staticmethod
+    def backward(ctx, dC):
+        return *write_backward(*ctx.saved_tensors, ctx.tall, dC), None
 
 
 class Part(NamedTuple):
@@ -634,8 +661,8 @@ def compile_chunks(**options):
 
 
 def chunks(a):
-    """(B, H, N, n, E) as N tensors (B, H, n, E); its gradient will lie in memory as it does."""
-    return [c.mT for c in a.mT.unbind(2)] if memory.feature_major(a) else a.unbind(2)
+    """(N, chunks, n, E) as tensors (N, n, E); the gradient will lie in memory as it does."""
+    return [c.mT for c in a.mT.unbind(1)] if memory.feature_major(a) else a.unbind(1)
 
 
 def cuts(T, pos, chunk):
@@ -656,74 +683,85 @@ def firsts(rule):
     return 2 if rule.memory == "gated" else 1
 
 
-def read_start(state, tokens, i, rows):
-    """rows M0[i], or None where W is not counted from M0."""
-    if not state.M0:
-        return None
-    width = state.M0[i].shape[-1]
-    return tokens.base[..., i * width: (i + 1) * width] if rows is tokens.xq else rows @ state.M0[i]
-
-
 def muon_run(rule, state, tokens, mix):
     """Chunks with Newton-Schulz, one after the other; arguments and returns of linear_run."""
-    ys, (tokens, mix) = [], ([a if a is None else chunks(a) for a in group] for group in (tokens, mix))
-    for j in range(len(tokens[0])):
-        now, weights = ([a if a is None else a[j] for a in group] for group in (tokens, mix))
-        y, state = muon_chunk(rule, state, Tokens(*now), Mixing(*weights))
+    B, H = tokens.q.shape[:2]
+    tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
+    M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
+    if state.zero:
+        W = S = anchor = []
+    rows = [None if a is None else chunks(a.flatten(0, 1)) for a in (*tokens, *mix)]
+    ys, n = [], len(tokens)
+    for j in range(tokens.q.shape[2]):
+        one = [None if a is None else a[j] for a in rows]
+        y, W, S, O = muon_chunk(rule, state.pos, tall, Tokens(*one[:n]), Mixing(*one[n:]), M0, W, S, O, W if j else anchor)
         ys.append(y)
-    return torch.cat(ys, 2), state
+    W, S, O = ([a.unflatten(0, (B, H)).mT if t else a.unflatten(0, (B, H)) for a, t in zip(group, tall)] for group in (W, S, O))
+    y = memory.output(rule.memory, torch.stack(ys, 1).unflatten(0, (B, H)), tokens.q, rule.norm).flatten(2, 3)
+    return y, advance(rule, state, tuple(W), tuple(S) if state.S else (), tuple(O), tokens.q.shape[2] * tokens.q.shape[3])
 
 
-def muon_pairs(rule, state, xk, v):
-    """x_i, d_i of every token for each matrix of the memory."""
-    W = [w.flatten(0, 1) for w in memory.pack(anchor(state).__class__(w.expand(len(xk), *w.shape[-3:]) for w in anchor(state)))]
-    out = memory.Gradients.apply(rule.memory, rule.loss, rule.norm, *(a.flatten(0, 1) for a in (xk, v)), *W)
-    out = [a.unflatten(0, xk.shape[:2]) for a in out]
+def lay(group, tall, B):
+    """Matrices (B, H, in, out) or (H, in, out) -> (B H, k, wide), their narrow side first."""
+    return [(a.mT if t else a).expand(B, *[-1] * 3).flatten(0, 1) for a, t in zip(group, tall)]
+
+
+def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
+    """One chunk (or a part of one) with Newton-Schulz every `muon_every` tokens -> what the last matrix reads (N, c, D), W, S, O after it.
+
+    All are (N, ..), N = B H, matrices as `lay` has them; lists that are empty stand for zeros.
+    """
+    (_, xq, xk, v, base, hot), (N, c, _) = tokens, tokens.xq.shape
+    blocks, m = mix.coef.shape[1:3]
+    front, back = padding(pos, c, rule.muon_every)
+    pairs = muon_pairs(rule, tall, M0, anchor, xk, v)
+    rows = []                                                 # of each S, at the rows of mix.G: (N, r, k, wide)
+    for i, (a, d) in enumerate(pairs):
+        s = Write.apply(hot if a is xk and hot is not None else a, d, mix.G.mT, tall[i])      # all rows in one product
+        s = s.view(N, mix.G.shape[1], -1, s.shape[-1])
+        rows.append(torch.addcmul(s, mix.momprod[..., None], S[i][:, None]) if S and mix.momprod is not None else s)
+    new = tuple(s[:, :-1] for s in rows)
+    if new[0].shape[1]:
+        new = newton_schulz(new, *rule.newton_schulz)
+    if pos % rule.muon_every:                                 # a block in progress goes on with the O it has
+        new = tuple(torch.cat([old[:, None], o], 1) for old, o in zip(O, new))
+    C, end = [], []                                           # W and O of each block, and W after the last
+    for i, o in enumerate(new):
+        WO = torch.cat([W[i][:, None], o], 1) if W else o
+        after = torch.bmm(mix.end[..., -WO.shape[1]:], WO.flatten(2)).view(o.shape)
+        if blocks > 1:
+            before = torch.cat([W[i][:, None] if W else torch.zeros_like(o[:, :1]), after[:, :-1]], 1)
+            WO = torch.stack([before, o], 2).flatten(0, 1)
+        C.append(WO.flatten(1, 2))
+        end.append(after[:, -1])
+    coef = mix.coef if W or blocks > 1 else mix.coef[..., 1:]
+
+    def read(i, R):
+        R_of = F.pad(R, (0, 0, front, back)) if front or back else R
+        z = Read.apply(R_of.reshape(N * blocks, m, R.shape[2]), C[i], coef.flatten(0, 1), tall[i])
+        z = z.view(N, blocks * m, -1)[:, front: front + c]
+        if not M0:
+            return z
+        return z + (base.chunk(firsts(rule), -1)[i] if R is xq else R @ (M0[i].mT if tall[i] else M0[i]))
+
+    z = read(0, xq)
+    if len(pairs) == 2:
+        z = read(1, F.gelu(z))
+    elif len(pairs) == 3:
+        z = read(2, F.gelu(z) * read(1, xq))
+    end = rule.bound(end) if (pos + c) % rule.chunk == 0 else end
+    return z, end, [s[:, -1] for s in rows], [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
+
+
+def muon_pairs(rule, tall, M0, anchor, xk, v):
+    """x_i, d_i of every token, for each matrix of the memory."""
+    point = [m + a for m, a in zip(M0, anchor)] if M0 and anchor else M0 or anchor
+    point = memory.pack([w.mT if t else w for w, t in zip(point, tall)])
+    out = memory.Gradients.apply(rule.memory, rule.loss, rule.norm, xk, v, *point)
     if rule.memory == "linear":
         return [(xk, out[0])]
     d, e, a = out
     return [*((xk, part) for part in d.chunk(firsts(rule), -1)), (a, e)]
-
-
-def muon_chunk(rule, state, tokens, mix):
-    """One chunk (or a part of one) with Newton-Schulz every `muon_every` tokens: y (B, H, c, D), and the state after it."""
-    q, xq, xk, v, _, write = tokens
-    c, blocks, m = q.shape[2], *mix.since.shape[2:4]
-    front, back = padding(state.pos, c, rule.muon_every)
-    pairs = muon_pairs(rule, state, xk, v)
-    S = []                                                    # of each matrix at the rows of mix.G: (B, H, r, in, out)
-    for i, (a, d) in enumerate(pairs):
-        a = write if write is not None and a is xk else a
-        s = a.mT @ (mix.G.mT[..., None] * d[..., None, :]).flatten(-2)           # all rows in one product
-        s = s.unflatten(-1, (-1, d.shape[-1])).transpose(2, 3)
-        S.append(torch.addcmul(s, mix.momprod[..., None], state.S[i][:, :, None]) if state.S and not state.zero else s)
-    O = tuple(s[:, :, :-1] for s in S)
-    if O[0].shape[2]:
-        O = newton_schulz(O, *rule.newton_schulz)
-    if state.pos % rule.muon_every:                           # a block in progress goes on with the O it has
-        O = tuple(torch.cat([old[:, :, None], o], 2) for old, o in zip(state.O, O))
-    W, end = [], []                                           # before each block (B, H, blocks, in, out), and after the last
-    for w, o in zip(state.W, O):
-        after = mix.coef @ o.flatten(-2) if blocks > 1 else mix.coef * o.flatten(-2)
-        after = (after if state.zero else after + mix.kept * w.flatten(-2)[:, :, None]).view(o.shape)
-        W.append(torch.cat([w[:, :, None], after[:, :, :-1]], 2) if blocks > 1 else w[:, :, None])
-        end.append(after[:, :, -1])
-
-    def read(i, rows):
-        rows_of = (F.pad(rows, (0, 0, front, back)) if front or back else rows).unflatten(2, (blocks, m))
-        if state.zero and blocks == 1:
-            z = mix.own * memory.product(rows_of, O[i])
-        else:
-            z, o = memory.product(rows_of, torch.cat([W[i], O[i]], -1)).chunk(2, -1)
-            z = torch.addcmul(mix.since * z, mix.own, o)
-        z = z.flatten(2, 3)[:, :, front: front + c]
-        start = read_start(state, tokens, i, rows)
-        return z if start is None else z + start
-
-    y = memory.apply(rule.memory, read, xq, q, rule.norm)
-    S, O = (tuple(a[:, :, -1] for a in group) for group in (S, O))
-    end = rule.bound(end) if (state.pos + c) % rule.chunk == 0 else end
-    return y, advance(rule, state, tuple(end), S if state.S else (), O if (state.pos + c) % rule.muon_every else (), c)
 
 
 def write_keys(rule, state, q, k, ks):

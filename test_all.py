@@ -902,7 +902,7 @@ def test_convolution():
     n = layer.conv.shape[1]
     x, before, out = (torch.randn(2, T, n, requires_grad=True) for T in (9, 3, 9))
     y, tail = layer.short_conv(x, before)
-    want = F.conv1d(torch.cat([before, x], 1).mT, layer.conv.T[:, None], groups=n).mT
+    want = F.silu(F.conv1d(torch.cat([before, x], 1).mT, layer.conv.T[:, None], groups=n).mT)
     grads = (torch.autograd.grad(z, (x, before, layer.conv), out) for z in (y, want))
     for a, b in [(y, want), *zip(*grads)]:
         close(a, b, 1e-5)
@@ -1144,11 +1144,12 @@ def test_loss_counts_what_it_should():
     close(model.loss(x, torch.where(torch.arange(9) < 5, y, -100)), -p[:, :5].mean(), 1e-6)
 
 
-def test_chunk_steps_compile_whole(monkeypatch):
+@pytest.mark.parametrize("preset", ["omeganet", "atlas"])
+def test_chunk_steps_compile_whole(preset, monkeypatch):
     """One graph for a chunk's step, forward and backward, and the same numbers: a graph break costs a GPU more than it saves."""
     for name in omega_module.COMPILED:
         monkeypatch.setattr(omega_module, name, getattr(omega_module, name))       # put back the plain ones afterwards
-    model, x = shaken(small("omeganet", n_layer=1)), torch.randint(11, (2, 8))
+    model, x = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 8))
     plain = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()), allow_unused=True)
     omega_module.compile_chunks(backend="aot_eager", fullgraph=True)
     compiled = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()), allow_unused=True)
@@ -2486,7 +2487,7 @@ def test_rule_flops_is_what_omega_does(kind, loss, chunk, muon_every, momentum):
     assert 0.85 * forward < formula < 1.02 * forward
     with FlopCounterMode(display=False) as counter:
         (y.sum() + sum(w.sum() for w in state.W)).backward()
-    assert 0.75 * 2 * forward < counter.get_total_flops() < 1.05 * 2 * forward           # the gradient of NS takes 1.5x
+    assert 0.75 * 2 * forward < counter.get_total_flops() < 1.3 * 2 * forward            # the gradient of NS takes 1.5x; some is done again
 
 
 def test_step_flops_of_a_transformer():
