@@ -68,37 +68,37 @@ def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype
 
 def gram(S, X):
     """S X^T on the short side of S."""
-    return S.mT @ X if S.shape[-2] > S.shape[-1] else S @ X.mT
+    return torch.bmm(S.mT, X) if S.shape[-2] > S.shape[-1] else torch.bmm(S, X.mT)
 
 
 def times(R, S):
     """R S on the short side of S, for a symmetric R."""
-    return S @ R if S.shape[-2] > S.shape[-1] else R @ S
+    return torch.bmm(S, R) if S.shape[-2] > S.shape[-1] else torch.bmm(R, S)
 
 
 class GramNewtonSchulz(torch.autograd.Function):
     """NS of stacks of matrices with the same short side s, (N, m, n) each, with its gradient written out.
 
-    Autograd of the same lines costs about twice as much: the products are as small as s x s, and it has more of them.
+    Autograd of the same lines costs about twice as much: the products are as small as s x s, and it has more of them. Of the steps
+    it keeps G alone; Q and R are a third of them, and come again in backward.
     """
 
     @staticmethod
     def forward(ctx, steps, abc, *stacks):
-        a, b, c = abc
-        G0 = torch.cat([gram(S, S) for S in stacks])
-        square = G0.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]            # |S|^2
-        tiny = torch.finfo(G0.dtype).tiny * 1e3
+        G = torch.cat([gram(S, S) for S in stacks])
+        square = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]             # |S|^2
+        tiny = torch.finfo(G.dtype).tiny * 1e3
         scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)    # 1 / |S|
-        eye = a * torch.eye(G0.shape[-1], dtype=G0.dtype, device=G0.device)
-        Gs, Qs, Rs = [], [], []                               # of each step, R after it
-        for _ in range(steps):
-            G = Qs[-1] @ Gs[-1] @ Qs[-1] if Gs else G0 * scale.square()
+        G, R, Gs = G * scale.square(), None, []
+        for i in range(steps):
+            Q = factor(G, *abc)
             Gs.append(G)
-            Qs.append(torch.baddbmm(eye + b * G, G, G, alpha=c))
-            Rs.append(Qs[-1] @ Rs[-1] if Rs else Qs[-1])
-        P = Rs[-1] * scale
+            R = Q if R is None else torch.bmm(Q, R)
+            if i < steps - 1:
+                G = torch.bmm(torch.bmm(Q, G), Q)
+        P = R * scale
         ctx.abc, ctx.steps, ctx.sizes = abc, steps, [len(S) for S in stacks]
-        ctx.save_for_backward(scale, P, *Gs, *Qs, *Rs, *stacks)
+        ctx.save_for_backward(scale, P, *Gs, *stacks)
         return tuple(times(p, S) for p, S in zip(P.split(ctx.sizes), stacks))
 
     @staticmethod
@@ -108,23 +108,34 @@ class GramNewtonSchulz(torch.autograd.Function):
         All is symmetric, so gradients may be made so: then dG + dG^T = 2 dG.
         """
         (scale, P, *saved), n, (_, b, c) = ctx.saved_tensors, ctx.steps, ctx.abc
-        Gs, Qs, Rs, stacks = saved[:n], saved[n: 2 * n], saved[2 * n: 3 * n], saved[3 * n:]
+        Gs, stacks = saved[:n], saved[n:]
+        Qs = [factor(G, *ctx.abc) for G in Gs]
+        Rs = [None, Qs[0]]                                    # before each step
+        for Q in Qs[1:-1]:
+            Rs.append(torch.bmm(Q, Rs[-1]))
         dP = symmetric(torch.cat([gram(dX, S) for dX, S in zip(dXs, stacks)]))
         dR, dG = dP * scale, None
         for i in reversed(range(n)):
             G, Q = Gs[i], Qs[i]
-            dQ = dR @ Rs[i - 1] if i else dR                                     # R = Q R_before
+            dQ = torch.bmm(dR, Rs[i]) if i else dR                               # R = Q R_before
             if dG is not None:                                                   # G_after = Q G Q
-                half = dG @ Q
-                dQ, dG = torch.baddbmm(dQ, half, G, alpha=2), Q @ half
-            dQ, dR = symmetric(dQ), Q @ dR if i else None
+                half = torch.bmm(dG, Q)
+                dQ, dG = torch.baddbmm(dQ, half, G, alpha=2), torch.bmm(Q, half)
+            dQ, dR = symmetric(dQ), torch.bmm(Q, dR) if i else None
             direct = torch.baddbmm(dQ, dQ, G, beta=b, alpha=2 * c)               # Q = a I + b G + c G^2
-            dG = symmetric(direct if dG is None else dG + direct)
+            dG = symmetric(direct if dG is None else direct.add_(dG))
         # G = G0 / |S|^2, P = R / |S|, |S|^2 = trace of G0
         along = (dG * Gs[0]).sum((-2, -1), keepdim=True) + 0.5 * (dP * P).sum((-2, -1), keepdim=True)
         dG = 2 * scale.square() * (dG - along * torch.eye(dG.shape[-1], dtype=dG.dtype, device=dG.device))
         parts = zip(dXs, stacks, P.split(ctx.sizes), dG.split(ctx.sizes))
         return None, None, *(times(p, dX) + times(g, S) for dX, S, p, g in parts)
+
+
+def factor(G, a, b, c):
+    """Q = a I + b G + c G^2."""
+    Q = torch.baddbmm(G, G, G, beta=b, alpha=c)
+    Q.diagonal(dim1=-2, dim2=-1).add_(a)
+    return Q
 
 
 def symmetric(A):
