@@ -210,6 +210,15 @@ def hidden(kind, z):
     return F.gelu(z) if kind == "mlp" else F.gelu(z.chunk(2, -1)[0]) * z.chunk(2, -1)[1]
 
 
+def outer(pairs, flip=False):
+    """The sum of x^T d over the pairs (x, d), or of d^T x."""
+    pairs = [pair[::-1] for pair in pairs] if flip else pairs
+    y = torch.bmm(pairs[0][0].mT, pairs[0][1])
+    for x, d in pairs[1:]:
+        y = add_product(y, x.mT, d)
+    return y
+
+
 def activate(kind, z):
     """These rows, and their slope in z."""
     if kind == "mlp":
@@ -265,7 +274,8 @@ class Gradients(torch.autograd.Function):
         (kind, loss_kind, norm), (x, v, f, e, *W) = ctx.how, ctx.saved_tensors
         saved = f, e
         pairs, factors = gradients_again(kind, W, x, saved)
-        dpairs = [d.clone() for d in dpairs]                  # they are written to
-        dW, dz, dv = gradients_backward(kind, loss_kind, W, v, norm, saved, pairs, factors, dpairs[: len(W)], dpairs[-1])
+        first, *rest = dpairs
+        rest = [d.clone() for d in rest]                      # they are written to
+        dW, dz, dv = gradients_backward(kind, loss_kind, W, v, norm, saved, pairs, factors, [first, *rest], rest[-1] if rest else None)
         dx = transposed_product(dz, W[0], x)
-        return None, None, None, dx, dv, *(sum(a.mT @ d for a, d in group) for group in dW)
+        return None, None, None, dx, dv, *(outer(g, True).mT if feature_major(w) else outer(g) for g, w in zip(dW, W))

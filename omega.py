@@ -333,15 +333,6 @@ def write_backward(X, D, last, tall, dC):
     return *((db, da) if tall else (da, db)), dots(dscaled, a)
 
 
-def outer(pairs, tall):
-    """The sum of x^T d over the pairs (x, d), transposed if it is tall."""
-    pairs = [pair[::-1] for pair in pairs] if tall else pairs
-    y = torch.bmm(pairs[0][0].mT, pairs[0][1])
-    for x, d in pairs[1:]:
-        y = memory.add_product(y, x.mT, d)
-    return y
-
-
 class Read(torch.autograd.Function):
     """read_carried as a step of autograd's, which keeps R, C and coef alone."""
 
@@ -493,7 +484,7 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
             dz = memory.both(rule.memory, drows).mul_(slope)
     dW, dy, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.v, rule.norm, saved, pairs, factors, dd, da)
     for i, group in enumerate(dW):
-        dw = outer(group, tall[i])
+        dw = memory.outer(group, tall[i])
         if anchor[i] is None and C[i] is not None:
             dC[i][:, : dw.shape[1]] += dw
         dw = dw.mT if tall[i] else dw
@@ -720,7 +711,7 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
         s = Write.apply(hot if a is xk and hot is not None else a, d, mix.G.mT, tall[i])      # all rows in one product
         s = s.view(N, mix.G.shape[1], -1, s.shape[-1])
         rows.append(torch.addcmul(s, mix.momprod[..., None], S[i][:, None]) if S and mix.momprod is not None else s)
-    new = tuple(s[:, :-1] for s in rows)
+    new, rows = zip(*(s.split([s.shape[1] - 1, 1], 1) for s in rows))             # where it is refreshed, and the last
     if new[0].shape[1]:
         new = newton_schulz(new, *rule.newton_schulz)
     if pos % rule.muon_every:                                 # a block in progress goes on with the O it has
@@ -733,7 +724,7 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
             before = torch.cat([W[i][:, None] if W else torch.zeros_like(o[:, :1]), after[:, :-1]], 1)
             WO = torch.stack([before, o], 2).flatten(0, 1)
         C.append(WO.flatten(1, 2))
-        end.append(after[:, -1])
+        end.append(after.unbind(1)[-1])
     coef = mix.coef if W or blocks > 1 else mix.coef[..., 1:]
 
     def read(i, R):
@@ -750,7 +741,7 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
     elif len(pairs) == 3:
         z = read(2, F.gelu(z) * read(1, xq))
     end = rule.bound(end) if (pos + c) % rule.chunk == 0 else end
-    return z, end, [s[:, -1] for s in rows], [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
+    return z, end, [s[:, 0] for s in rows], [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
 
 
 def muon_pairs(rule, tall, M0, anchor, xk, v):
