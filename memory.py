@@ -112,6 +112,11 @@ def pack(W):
     return tuple(W) if len(W) < 3 else (torch.cat(W[:-1], -1), W[-1])
 
 
+def unpack(W, count):
+    """The inverse of `pack`, for `count` matrices that read x."""
+    return (*W[0].chunk(count, -1), *W[1:])
+
+
 def gradients(kind, loss_kind, W, x, v, norm=False):
     """The gradient of every token's loss at fixed weights W, as one rank-one pair a matrix: dl/dW[i] = a^T d.
 

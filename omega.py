@@ -21,10 +21,12 @@ products a chunk: at a fixed anchor a token's gradient is x^T d, so
 with A[t, n] = prod keep_{n+1..t} and Theta[t, n] = prod momentum_{n+1..t}. No per-token weight is formed. With Newton-Schulz
 the S_t at the start of each m-token block is formed, and r_t W_t is two products with that block's weights.
 """
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.func import grad, vmap
 
 import memory
@@ -303,7 +305,7 @@ def dots(t, a):
 def read_carried(R, C, coef, tall):
     """r_t (keepprod_t W + u_t S) for all rows r_t of R (N, c, in) -> (N, c, out).
 
-    C (N, s k, wide) holds W and below it S, transposed if they are `tall`: k is their narrow side, the one that is scaled.
+    C (N, s k, wide) holds W and below it S, transposed if they are `tall` (`lay`): k is their narrow side, the one that is scaled.
     """
     if not tall:
         return torch.bmm(scaled(R, coef), C)
@@ -362,7 +364,7 @@ class Write(torch.autograd.Function):
 
 
 class Part(NamedTuple):
-    """What LinearChunks needs of one chunk, (N, ..) with N = B H, or of all, (N, chunks, ..): fields of Tokens and Mixing."""
+    """What linear_chunk needs of one chunk, (N, ..) with N = B H, or of all chunks, (N, chunks, ..): fields of Tokens and Mixing."""
     xq: torch.Tensor
     xk: torch.Tensor
     v: torch.Tensor
@@ -388,55 +390,29 @@ def like(a):
     return a.new_empty(a.shape[1], a.shape[0], *a.shape[2:]).transpose(0, 1)
 
 
-def first(C, s, tall):
-    """W of C."""
-    W = C[:, : C.shape[1] // s]
-    return W.mT if tall else W
+def turn(a, tall):
+    return a.mT if tall else a
 
 
-def gradient_point(s, tall, M0, C, anchor):
-    """The weights at which a chunk takes its gradients: the anchor, if it is not where the chunk begins."""
-    W = [a if a is not None or c is None else first(c, s, t) for a, c, t in zip(anchor, C, tall)]
-    return [m if w is None else w if m is None else m + w for m, w in zip(M0, W)]
+def lay(group, tall, B):
+    """Matrices (B, H, in, out) or (H, in, out) -> (B H, k, wide): the narrow side first, so the `tall` ones are transposed."""
+    return [turn(a, t).expand(B, *a.mT.shape[-3:-2], -1, -1).flatten(0, 1) for a, t in zip(group, tall)]
 
 
-def ball_factors(rule, C, s, tall, count):
-    """What `Rule.bound` multiplies the W of C by; W may be `count` matrices side by side."""
-    norms = [torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True) for w in first(C, s, tall).chunk(count, -1)]
-    factors = [rule.ball / n.clamp_min(rule.ball) for n in norms]
-    if count == 1:
-        return factors[0]
-    width = C.shape[1] // s if tall else C.shape[2]
-    factors = torch.cat([f.expand(-1, 1, width // count) for f in factors], -1)
-    return factors.mT if tall else factors
+def unlay(group, tall, B):
+    return [turn(a.unflatten(0, (B, -1)), t) for a, t in zip(group, tall)]
 
 
-def linear_chunk(rule, whole, tall, part, M0, C, anchor):
-    """One chunk (or a part of one) without Newton-Schulz -> what the last matrix reads (N, c, D), C after it, what the gradient needs."""
-    s = part.coef.shape[-1]
-    W = gradient_point(s, tall, M0, C, anchor)
-    pairs, saved = memory.gradients_forward(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)       # x_i, d_i
-    rows, RX, base, z, before, after, balls = part.xq, part.inner, part.base, None, None, [], []
-    for i, (x, d) in enumerate(pairs):
-        if i:                                                                    # R of the last matrix is what the others read
-            before, rows = z, memory.hidden(rule.memory, z)
-            RX, base = torch.bmm(rows, x.mT), None if M0[i] is None else torch.bmm(rows, M0[i])
-        ball = None
-        if C[i] is not None:
-            z = read_carried(rows, C[i], part.coef, tall[i])
-            base = z if base is None else z.add_(base)
-        elif base is part.base and base is not None:
-            base = base.clone()                               # an input, and what follows writes to it
-        z = plus(base, part.P * RX, d)
-        end = write(x if i or part.write is None else part.write, d, part.last, tall[i])
-        if C[i] is not None:
-            memory.add_product(flat(end, s), part.end, flat(C[i], s))
-        if whole and rule.ball:
-            ball = ball_factors(rule, end, s, tall[i], 1 if i else firsts(rule))
-            end[:, : end.shape[1] // s] *= ball
-        after.append(end)
-        balls.append(ball)
-    return z, after, (*saved, before, RX if before is not None else None, *balls)
+def gradient_point(tall, M0, W):
+    """The weights to take gradients at, M0 + W, as memory.gradients wants them; both as `lay` has them, or empty for zero."""
+    both = [m + w for m, w in zip(M0, W)] if M0 and W else M0 or W
+    return [turn(w, t) for w, t in zip(both, tall)]
+
+
+def rows_of(C, s, j):
+    """W (j = 0) or S (j = 1) of C, which holds s matrices."""
+    k = C.shape[1] // s
+    return C[:, j * k: (j + 1) * k]
 
 
 def flat(C, s):
@@ -444,59 +420,98 @@ def flat(C, s):
     return C.view(len(C), s, -1)
 
 
+def ball_factors(rule, W, tall, count):
+    """What `Rule.bound` multiplies W by, which may be `count` matrices side by side."""
+    parts = turn(W, tall).chunk(count, -1)
+    factors = [rule.ball / torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True).clamp_min(rule.ball) for w in parts]
+    if count == 1:
+        return factors[0]
+    return turn(torch.cat([f.expand(-1, 1, w.shape[-1]) for f, w in zip(factors, parts)], -1), tall)
+
+
+def linear_chunk(rule, whole, tall, part, M0, C, anchor):
+    """One chunk (or a part of one) without Newton-Schulz -> what the last matrix reads (N, c, D), C after it, what its gradient needs.
+
+    Matrices are as `lay` has them, C as in read_carried; M0, C and the anchor are empty where they are zero, zero, and the W of C.
+    """
+    s = part.coef.shape[-1]
+    W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
+    pairs, saved = memory.gradients_forward(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)       # x_i, d_i
+    rows, RX, base, z, before, after, balls = part.xq, part.inner, part.base, None, None, [], []
+    for i, (x, d) in enumerate(pairs):
+        if i:                                                                    # what the others read is what the last one reads for
+            before, rows = z, memory.hidden(rule.memory, z)
+            RX, base = torch.bmm(rows, x.mT), torch.bmm(rows, turn(M0[i], tall[i])) if M0 else None
+        if C:
+            z = read_carried(rows, C[i], part.coef, tall[i])
+            z = z if base is None else z.add_(base)
+            z = memory.add_product(z, part.P * RX, d)
+        else:
+            z = torch.bmm(part.P * RX, d) if base is None else torch.baddbmm(base, part.P * RX, d)
+        end = write(x if i or part.write is None else part.write, d, part.last, tall[i])
+        if C:
+            memory.add_product(flat(end, s), part.end, flat(C[i], s))
+        if whole and rule.ball:
+            balls.append(ball_factors(rule, rows_of(end, s, 0), tall[i], 1 if i else firsts(rule)))
+            rows_of(end, s, 0).mul_(balls[i])
+        after.append(end)
+    return z, after, (*saved, before, RX if before is not None else None, *balls)
+
+
 def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
-    """The gradient of linear_chunk, for those of its z and of the C after it -> those of part, M0, C, anchor."""
-    s, count = part.coef.shape[-1], len(C)
+    """The gradient of linear_chunk, for those of its z and of the C after it (or None) -> those of part, M0, C and the anchor."""
+    s = part.coef.shape[-1]
     saved, (z, RX), balls = kept[:2], kept[2:4], kept[4:]
-    W = gradient_point(s, tall, M0, C, anchor)
+    W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
     pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
-    dM0, dC, danchor, dd = ([None] * count for _ in range(4))
-    dcoef = dP = dlast = dend = da = None
-    for i in reversed(range(count)):
-        (x, d), ball, drows = pairs[i], balls[i], None
+    dM0, dC, dd = ([None] * len(tall) for _ in range(3))
+    dcoef = dP = dlast = dend = da = dx = None
+    for i, (x, d) in reversed(list(enumerate(pairs))):
+        drows = None
         if i:
             rows, slope = memory.activate(rule.memory, z)
         else:
             rows, RX = part.xq, part.inner
-        dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)
-        dP, dQ = dQ * RX if dP is None else dP.addcmul_(dQ, RX), dQ.mul_(part.P)
-        if C[i] is not None:
-            drows, dC[i], dots_i = read_carried_backward(rows, C[i], part.coef, tall[i], dz)
-            dcoef = dots_i if dcoef is None else dcoef + dots_i
+        dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
+        dP, dRX = plus(dP, dQ * RX), dQ.mul_(part.P)
+        if C:
+            drows, dC[i], more = read_carried_backward(rows, C[i], part.coef, tall[i], dz)
+            dcoef = plus(dcoef, more)
+        if i:                                                                    # RX = R X^T
+            drows, da = plus_product(drows, dRX, x), torch.bmm(dRX.mT, rows)
+            if M0:
+                m = turn(M0[i], tall[i])
+                drows, dM0[i] = memory.add_product(drows, dz, m.mT), memory.outer([(rows, dz)], tall[i])
+        if dC_end:
+            end = dC_end[i]
+            if balls:
+                end = end.clone()
+                rows_of(end, s, 0).mul_(balls[i])
+            if C:
+                dend = plus(dend, torch.bmm(flat(end, s), flat(C[i], s).mT))
+                memory.add_product(flat(dC[i], s), part.end.mT, flat(end, s))
+            dx, dD, more = write_backward(x if i or part.write is None else part.write, d, part.last, tall[i], end)
+            dd[i], dlast = dd[i].add_(dD), plus(dlast, more)
         if i:
-            if M0[i] is not None:
-                drows, dM0[i] = plus(drows, dz, M0[i].mT), torch.bmm(rows.mT, dz)
-            drows, da = plus(drows, dQ, x), torch.bmm(dQ.mT, rows)
-        dx = None
-        if dC_end is not None:
-            after = dC_end[i]
-            if ball is not None:
-                k = after.shape[1] // s
-                after = torch.cat([after[:, :k] * ball, after[:, k:]], 1)
-            if C[i] is not None:
-                dends = torch.bmm(flat(after, s), flat(C[i], s).mT)
-                dend = dends if dend is None else dend + dends
-                memory.add_product(flat(dC[i], s), part.end.mT, flat(after, s))
-            dx, dD, dots_i = write_backward(x if i or part.write is None else part.write, d, part.last, tall[i], after)
-            dd[i], dlast = dd[i].add_(dD), dots_i if dlast is None else dlast + dots_i
-        if i:
-            da = da if dx is None else da.add_(dx)
+            da = da.add_(dx) if dC_end else da
             dz = memory.both(rule.memory, drows).mul_(slope)
     dW, dy, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.v, rule.norm, saved, pairs, factors, dd, da)
-    for i, group in enumerate(dW):
-        dw = memory.outer(group, tall[i])
-        if anchor[i] is None and C[i] is not None:
-            dC[i][:, : dw.shape[1]] += dw
-        dw = dw.mT if tall[i] else dw
-        danchor[i] = None if anchor[i] is None else dw
-        if M0[i] is not None:
-            dM0[i] = dw if dM0[i] is None else dM0[i] + dw
-    dxk = memory.transposed_product(dy, W[0], part.xk, dx if part.write is None else None)
-    dbase = None if part.base is None else dz
-    return Part(drows, dxk, dv, dbase, None, dcoef, dP, dQ, dlast, dend), dM0, dC, danchor
+    dW = [memory.outer(group, t) for group, t in zip(dW, tall)]
+    if M0:
+        dM0 = [plus(m, w) for m, w in zip(dM0, dW)]
+    if C and not anchor:
+        for c, w in zip(dC, dW):
+            rows_of(c, s, 0).add_(w)
+    dxk = memory.transposed_product(dy, W[0], part.xk, dx if dC_end and part.write is None else None)
+    dpart = Part(drows, dxk, dv, dz if part.base is not None else None, None, dcoef, dP, dRX, dlast, dend)
+    return dpart, dM0 if M0 else [], dC if C else [], dW if anchor else []
 
 
-def plus(a, x, y):
+def plus(a, b):
+    return b if a is None else a + b
+
+
+def plus_product(a, x, y):
     """a + x y, in the place of a; x y where there is no a."""
     return torch.bmm(x, y) if a is None else memory.add_product(a, x, y)
 
@@ -505,89 +520,82 @@ class LinearChunks(torch.autograd.Function):
     """All chunks of a run without Newton-Schulz, one after the other, and their gradient, from the last to the first.
 
     Autograd of the same lines takes twice as long and keeps more: to it each product, sum and view is a step of its own, and it
-    keeps what is cheaper to compute again. Arguments: the fields of Part, then of each of the `count` matrices (memory.pack) M0 or None,
-    C or None (zero), the anchor or None (W). Returns what the last matrix reads (N, chunks, c, D), then C of each at the end.
+    keeps what is cheaper to compute again. Arguments: the fields of Part, then the matrices M0, C, anchor of linear_chunk, of which
+    there are `sizes`. Returns what the last matrix reads (N, chunks, c, D), then C at the end.
     """
 
     @staticmethod
-    def forward(ctx, rule, whole, tall, *tensors):
-        parts, M0, C, anchor = LinearChunks.sort(tensors, len(tall))
+    def forward(ctx, rule, whole, tall, sizes, *tensors):
+        parts, M0, C, anchor = LinearChunks.sort(tensors, sizes)
         kept = []
         y, C = linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept)
-        ctx.how, ctx.per = (rule, tall, len(tensors)), len(kept[0])
+        ctx.how, ctx.lengths = (rule, tall, sizes), [len(one) for one in kept]
         ctx.save_for_backward(*tensors, *(a for one in kept for a in one))
         ctx.set_materialize_grads(False)
         return y, *C
 
     @staticmethod
-    def sort(tensors, count):
-        parts, rest = Part(*tensors[: len(Part._fields)]), tensors[len(Part._fields):]
-        return parts, rest[:count], rest[count: 2 * count], rest[2 * count:]
+    def sort(tensors, sizes):
+        tensors = iter(tensors)
+        return Part(*islice(tensors, len(Part._fields))), *(list(islice(tensors, n)) for n in sizes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, *dC):
-        (rule, tall, inputs), count, saved = ctx.how, len(ctx.how[1]), ctx.saved_tensors
-        parts, M0, _, anchor = LinearChunks.sort(saved[:inputs], count)
-        pieces, grads, none = each(parts), Part(*(a if a is None else like(a) for a in parts)), (None,) * count
-        kept = [saved[at: at + ctx.per] for at in range(inputs, len(saved), ctx.per)]
-        if dy is None:
+        (rule, tall, sizes), saved = ctx.how, iter(ctx.saved_tensors)
+        parts, M0, C, anchor = LinearChunks.sort(islice(saved, len(Part._fields) + sum(sizes)), sizes)
+        pieces, grads, kept = each(parts), Part(*(a if a is None else like(a) for a in parts)), []
+        for n in ctx.lengths:
+            kept.append(tuple(islice(saved, n)))
+        if dy is None:                                        # what was read is not used
             dy = parts.v.new_zeros(len(parts.v), len(pieces), parts.coef.shape[2], parts.v.shape[-1])
-        if all(d is None for d in dC):                        # nobody reads the state at the end
-            dC = None
-        else:
+        if any(d is not None for d in dC):
             dC = [torch.zeros_like(c) if d is None else d.contiguous() for c, d in zip(kept[-1], dC)]
-        dM0 = list(none)
+        else:                                                 # nor the state at the end
+            dC = []
+        dM0 = [None] * len(M0)
         for j, out in reversed(list(enumerate(each(grads)))):
-            C = kept[j][:count]
-            now, dM, dC, danchor = linear_chunk_backward(rule, tall, pieces[j], M0, C, none if j else anchor, kept[j][count:], dy[:, j], dC)
+            before = list(kept[j - 1][: len(tall)]) if j else C
+            now, more, dC, danchor = linear_chunk_backward(rule, tall, pieces[j], M0, before, [] if j else anchor,
+                                                           kept[j][len(tall):], dy[:, j], dC)
             for a, b in zip(out, now):
                 if a is not None:
                     a.zero_() if b is None else a.copy_(b)
-            dM0 = [b if a is None else a + b for a, b in zip(dM0, dM)]
-        return None, None, None, *grads, *dM0, *dC, *danchor
+            dM0 = [plus(a, b) for a, b in zip(dM0, more)]
+        return None, None, None, None, *grads, *dM0, *dC, *danchor
 
 
 def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
-    """The forward pass of LinearChunks; what its gradient needs goes to the list `kept`."""
+    """The forward pass of LinearChunks; `kept` gets what its gradient needs: C after each chunk, and more."""
     ys = []
     for part in each(parts):
-        before = C
         y, C, saved = linear_chunk(rule, whole, tall, part, M0, C, anchor)
         ys.append(y)
-        anchor = (None,) * len(C)
+        anchor = []
         if kept is not None:
-            kept.append((*before, *saved))
+            kept.append((*C, *saved))
     return torch.stack(ys, 1), C
 
 
 def linear_run(rule, state, tokens, mix):
     """Chunks without Newton-Schulz: all of Tokens and Mixing (B, H, chunks, ..) -> y (B, H, T, D), and the state after them."""
-    q, xq, xk, v, base, hot = tokens
-    B, H, chunks, c = q.shape[:4]
-    fold = lambda a: None if a is None else a.flatten(0, 1)
-    rows = lambda group: [None if a is None else fold(a.expand(B, *a.shape[-3:])) for a in group]
-    parts = Part(*map(fold, (xq, xk, v, base, hot, *mix[:5])))
-    sizes = memory.pack(state.W)
-    tall = tuple(w.shape[-2] > w.shape[-1] for w in sizes)
-    M0 = rows(memory.pack(state.M0)) if state.M0 else [None] * len(tall)
-    if state.zero:
-        C = anchor = [None] * len(tall)
-    else:
-        S = memory.pack(state.S) if state.S else [None] * len(tall)
-        turn = lambda a, t: a.mT if t else a
-        C = [fold(torch.cat([turn(a, t) for a in (w, s) if a is not None], -2)).contiguous() for w, s, t in zip(sizes, S, tall)]
-        anchor = rows(memory.pack(state.anchor)) if state.pos else [None] * len(tall)
-    arguments = rule, (state.pos + c) % rule.chunk == 0, tall
+    q, *tokens = tokens
+    (B, H, count, c), s = q.shape[:4], mix.coef.shape[-1]
+    groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
+    tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])
+    M0, W, S, anchor = (lay(group, tall, B) for group in groups)
+    C = [] if state.zero else [torch.cat(ws, 1) for ws in zip(*([W, S] if S else [W]))]
+    if state.zero or not state.pos:                           # the anchor is W
+        anchor = []
+    parts = Part(*(None if a is None else a.flatten(0, 1) for a in (*tokens, *mix[:5])))
+    how = rule, (state.pos + c) % rule.chunk == 0, tall
     if torch.is_grad_enabled():
-        f, *C = LinearChunks.apply(*arguments, *parts, *M0, *C, *anchor)
+        z, *C = LinearChunks.apply(*how, (len(M0), len(C), len(anchor)), *parts, *M0, *C, *anchor)
     else:
-        f, C = linear_chunks(*arguments, parts, M0, C, anchor)
-    s = parts.coef.shape[-1]
-    parts = [[turn2.unflatten(0, (B, H)) for turn2 in (m.mT if t else m for m in c_.split(c_.shape[1] // s, 1))] for c_, t in zip(C, tall)]
-    unpack = lambda group: (*(group[0].chunk(firsts(rule), -1) if len(group) > 1 else group[:1]), *group[1:])
-    W, S = unpack([p[0] for p in parts]), unpack([p[1] for p in parts]) if s > 1 else ()
-    y = memory.output(rule.memory, f.unflatten(0, (B, H)), q, rule.norm).flatten(2, 3)
-    return y, advance(rule, state, tuple(W), tuple(S), (), chunks * c)
+        z, C = linear_chunks(*how, parts, M0, C, anchor)
+    W, S = (memory.unpack(unlay([rows_of(a, s, j) for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
+    y = memory.output(rule.memory, z.unflatten(0, (B, H)), q, rule.norm).flatten(2, 3)
+    return y, advance(rule, state, W, S, (), count * c)
 
 
 def omega(rule, phi, q, k, v, gates, state):
@@ -676,25 +684,19 @@ def firsts(rule):
 
 def muon_run(rule, state, tokens, mix):
     """Chunks with Newton-Schulz, one after the other; arguments and returns of linear_run."""
-    B, H = tokens.q.shape[:2]
+    B, H, count, c = tokens.q.shape[:4]
     tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
     M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
     if state.zero:
-        W = S = anchor = []
-    rows = [None if a is None else chunks(a.flatten(0, 1)) for a in (*tokens, *mix)]
-    ys, n = [], len(tokens)
-    for j in range(tokens.q.shape[2]):
+        W, S, anchor = [], [], []
+    rows, ys, n = [None if a is None else chunks(a.flatten(0, 1)) for a in (*tokens, *mix)], [], len(tokens)
+    for j in range(count):
         one = [None if a is None else a[j] for a in rows]
-        y, W, S, O = muon_chunk(rule, state.pos, tall, Tokens(*one[:n]), Mixing(*one[n:]), M0, W, S, O, W if j else anchor)
-        ys.append(y)
-    W, S, O = ([a.unflatten(0, (B, H)).mT if t else a.unflatten(0, (B, H)) for a, t in zip(group, tall)] for group in (W, S, O))
+        z, W, S, O = muon_chunk(rule, state.pos, tall, Tokens(*one[:n]), Mixing(*one[n:]), M0, W, S, O, W if j else anchor)
+        ys.append(z)
+    W, S, O = (tuple(unlay(group, tall, B)) for group in (W, S, O))
     y = memory.output(rule.memory, torch.stack(ys, 1).unflatten(0, (B, H)), tokens.q, rule.norm).flatten(2, 3)
-    return y, advance(rule, state, tuple(W), tuple(S) if state.S else (), tuple(O), tokens.q.shape[2] * tokens.q.shape[3])
-
-
-def lay(group, tall, B):
-    """Matrices (B, H, in, out) or (H, in, out) -> (B H, k, wide), their narrow side first."""
-    return [(a.mT if t else a).expand(B, *[-1] * 3).flatten(0, 1) for a, t in zip(group, tall)]
+    return y, advance(rule, state, W, S if state.S else (), O, count * c)
 
 
 def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
@@ -733,7 +735,7 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
         z = z.view(N, blocks * m, -1)[:, front: front + c]
         if not M0:
             return z
-        return z + (base.chunk(firsts(rule), -1)[i] if R is xq else R @ (M0[i].mT if tall[i] else M0[i]))
+        return z + (base.chunk(firsts(rule), -1)[i] if R is xq else torch.bmm(R, turn(M0[i], tall[i])))
 
     z = read(0, xq)
     if len(pairs) == 2:
@@ -746,9 +748,8 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
 
 def muon_pairs(rule, tall, M0, anchor, xk, v):
     """x_i, d_i of every token, for each matrix of the memory."""
-    point = [m + a for m, a in zip(M0, anchor)] if M0 and anchor else M0 or anchor
-    point = memory.pack([w.mT if t else w for w, t in zip(point, tall)])
-    out = memory.Gradients.apply(rule.memory, rule.loss, rule.norm, xk, v, *point)
+    W = memory.pack(gradient_point(tall, M0, anchor))
+    out = memory.Gradients.apply(rule.memory, rule.loss, rule.norm, xk, v, *W)
     if rule.memory == "linear":
         return [(xk, out[0])]
     d, e, a = out
