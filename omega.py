@@ -160,7 +160,6 @@ class Tokens(NamedTuple):
     xq: torch.Tensor                                          # (B, H, c, E)  phi(q)
     xk: torch.Tensor                                          # (B, H, n, E)  phi(k)
     v: torch.Tensor                                           # (B, H, n, D)  memory.target(k, v)
-    base: torch.Tensor | None                                 # (B, H, c, F)  phi(q) M0, if W is counted from M0
     write: torch.Tensor | None                                # (B, H, n, E)  what x_i^T d_i is made of, if not phi(k)
 
 
@@ -368,7 +367,6 @@ class Part(NamedTuple):
     xq: torch.Tensor
     xk: torch.Tensor
     v: torch.Tensor
-    base: torch.Tensor | None
     write: torch.Tensor | None
     coef: torch.Tensor
     P: torch.Tensor
@@ -434,20 +432,15 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
 
     Matrices are as `lay` has them, C as in read_carried; M0, C and the anchor are empty where they are zero, zero, and the W of C.
     """
-    s = part.coef.shape[-1]
+    s, all, coef = part.end.shape[-1], with_M0(C, M0), part.coef if C else part.coef[..., part.end.shape[-1]:]
     W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
     pairs, saved = memory.gradients_forward(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)       # x_i, d_i
-    rows, RX, base, z, before, after, balls = part.xq, part.inner, part.base, None, None, [], []
+    rows, RX, z, before, after, balls = part.xq, part.inner, None, None, [], []
     for i, (x, d) in enumerate(pairs):
         if i:                                                                    # what the others read is what the last one reads for
             before, rows = z, memory.hidden(rule.memory, z)
-            RX, base = torch.bmm(rows, x.mT), torch.bmm(rows, turn(M0[i], tall[i])) if M0 else None
-        if C:
-            z = read_carried(rows, C[i], part.coef, tall[i])
-            z = z if base is None else z.add_(base)
-            z = memory.add_product(z, part.P * RX, d)
-        else:
-            z = torch.bmm(part.P * RX, d) if base is None else torch.baddbmm(base, part.P * RX, d)
+            RX = torch.bmm(rows, x.mT)
+        z = memory.add_product(read_carried(rows, all[i], coef, tall[i]), part.P * RX, d)
         end = write(x if i or part.write is None else part.write, d, part.last, tall[i])
         if C:
             memory.add_product(flat(end, s), part.end, flat(C[i], s))
@@ -460,28 +453,25 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
 
 def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
     """The gradient of linear_chunk, for those of its z and of the C after it (or None) -> those of part, M0, C and the anchor."""
-    s = part.coef.shape[-1]
+    s, all, coef = part.end.shape[-1], with_M0(C, M0), part.coef if C else part.coef[..., part.end.shape[-1]:]
     saved, (z, RX), balls = kept[:2], kept[2:4], kept[4:]
     W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
     pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
     dM0, dC, dd = ([None] * len(tall) for _ in range(3))
     dcoef = dP = dlast = dend = da = dx = None
     for i, (x, d) in reversed(list(enumerate(pairs))):
-        drows = None
         if i:
             rows, slope = memory.activate(rule.memory, z)
         else:
             rows, RX = part.xq, part.inner
         dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
         dP, dRX = plus(dP, dQ * RX), dQ.mul_(part.P)
-        if C:
-            drows, dC[i], more = read_carried_backward(rows, C[i], part.coef, tall[i], dz)
-            dcoef = plus(dcoef, more)
+        drows, dall, more = read_carried_backward(rows, all[i], coef, tall[i], dz)
+        dcoef = plus(dcoef, more)
+        k = C[i].shape[1] if C else 0
+        dC[i], dM0[i] = dall[:, :k].contiguous(), dall[:, k:]
         if i:                                                                    # RX = R X^T
-            drows, da = plus_product(drows, dRX, x), torch.bmm(dRX.mT, rows)
-            if M0:
-                m = turn(M0[i], tall[i])
-                drows, dM0[i] = memory.add_product(drows, dz, m.mT), memory.outer([(rows, dz)], tall[i])
+            drows, da = memory.add_product(drows, dRX, x), torch.bmm(dRX.mT, rows)
         if dC_end:
             end = dC_end[i]
             if balls:
@@ -498,12 +488,13 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
     dW, dy, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.v, rule.norm, saved, pairs, factors, dd, da)
     dW = [memory.outer(group, t) for group, t in zip(dW, tall)]
     if M0:
-        dM0 = [plus(m, w) for m, w in zip(dM0, dW)]
+        dM0 = [m + w for m, w in zip(dM0, dW)]
     if C and not anchor:
         for c, w in zip(dC, dW):
             rows_of(c, s, 0).add_(w)
     dxk = memory.transposed_product(dy, W[0], part.xk, dx if dC_end and part.write is None else None)
-    dpart = Part(drows, dxk, dv, dz if part.base is not None else None, None, dcoef, dP, dRX, dlast, dend)
+    dcoef = F.pad(dcoef, (part.coef.shape[-1] - dcoef.shape[-1], 0))
+    dpart = Part(drows, dxk, dv, None, dcoef, dP, dRX, dlast, dend)
     return dpart, dM0 if M0 else [], dC if C else [], dW if anchor else []
 
 
@@ -511,9 +502,9 @@ def plus(a, b):
     return b if a is None else a + b
 
 
-def plus_product(a, x, y):
-    """a + x y, in the place of a; x y where there is no a."""
-    return torch.bmm(x, y) if a is None else memory.add_product(a, x, y)
+def with_M0(C, M0):
+    """What is read: W, S and M0, whose coefficient is 1; what is zero is left out."""
+    return [torch.cat([c, m], 1) for c, m in zip(C, M0)] if C and M0 else C or M0
 
 
 class LinearChunks(torch.autograd.Function):
@@ -580,13 +571,15 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
 def linear_run(rule, state, tokens, mix):
     """Chunks without Newton-Schulz: all of Tokens and Mixing (B, H, chunks, ..) -> y (B, H, T, D), and the state after them."""
     q, *tokens = tokens
-    (B, H, count, c), s = q.shape[:4], mix.coef.shape[-1]
+    (B, H, count, c), s = q.shape[:4], mix.end.shape[-1]
     groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
     tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])
     M0, W, S, anchor = (lay(group, tall, B) for group in groups)
     C = [] if state.zero else [torch.cat(ws, 1) for ws in zip(*([W, S] if S else [W]))]
     if state.zero or not state.pos:                           # the anchor is W
         anchor = []
+    if M0:
+        mix = mix._replace(coef=F.pad(mix.coef, (0, 1), value=1.0))
     parts = Part(*(None if a is None else a.flatten(0, 1) for a in (*tokens, *mix[:5])))
     how = rule, (state.pos + c) % rule.chunk == 0, tall
     if torch.is_grad_enabled():
@@ -620,10 +613,7 @@ def omega(rule, phi, q, k, v, gates, state):
         look = lambda a: Overlapping.apply(a[:, :, seen], length, length + w - 1)                # (B, H, N, n, ..)
         cq, ck, cv = fold(q), look(ks), look(targets)
         cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (fold(xq), look(xk))
-        base = None
-        if state.M0:                                          # the part of the first read that is the same for every W
-            base = torch.cat([memory.product(cxq, m[:, None]) for m in state.M0[: firsts(rule)]], -1)
-        tokens = Tokens(cq, cxq, cxk, cv, base, None if write_xk is None else look(write_xk))
+        tokens = Tokens(cq, cxq, cxk, cv, None if write_xk is None else look(write_xk))
         inner = None if rule.muon_every else phi.inner(cq, ck)
         mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), state.pos, inner)
         y, state = (muon_run if rule.muon_every else linear_run)(rule, state, tokens, mix)
@@ -704,7 +694,7 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
 
     All are (N, ..), N = B H, matrices as `lay` has them; lists that are empty stand for zeros.
     """
-    (_, xq, xk, v, base, hot), (N, c, _) = tokens, tokens.xq.shape
+    (_, xq, xk, v, hot), (N, c, _) = tokens, tokens.xq.shape
     blocks, m = mix.coef.shape[1:3]
     front, back = padding(pos, c, rule.muon_every)
     pairs = muon_pairs(rule, tall, M0, anchor, xk, v)
@@ -728,14 +718,13 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
         C.append(WO.flatten(1, 2))
         end.append(after.unbind(1)[-1])
     coef = mix.coef if W or blocks > 1 else mix.coef[..., 1:]
+    if M0:
+        C, coef = with_M0(C, [m.repeat_interleave(blocks, 0) for m in M0]), F.pad(coef, (0, 1), value=1.0)
 
     def read(i, R):
         R_of = F.pad(R, (0, 0, front, back)) if front or back else R
         z = Read.apply(R_of.reshape(N * blocks, m, R.shape[2]), C[i], coef.flatten(0, 1), tall[i])
-        z = z.view(N, blocks * m, -1)[:, front: front + c]
-        if not M0:
-            return z
-        return z + (base.chunk(firsts(rule), -1)[i] if R is xq else torch.bmm(R, turn(M0[i], tall[i])))
+        return z.view(N, blocks * m, -1)[:, front: front + c]
 
     z = read(0, xq)
     if len(pairs) == 2:
