@@ -101,11 +101,6 @@ def total(state):
     return tuple(a + b for a, b in zip(state.M0, state.W)) if state.M0 else state.W
 
 
-def anchor(state):
-    """The weights it computed with at the last chunk boundary."""
-    return state.M0 if state.zero else total(state._replace(W=state.anchor))
-
-
 # ---------------------------------------------------------------------------------------------------------------------------
 # The definition.
 
