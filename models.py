@@ -145,30 +145,38 @@ class ShortConv(torch.autograd.Function):
     """silu(z), z_t = sum_j taps[j] * x_{t+j}, channel by channel: x (B, T + n - 1, C), taps (n, C) -> (B, T, C).
 
     F.conv1d wants channels before tokens and takes twice as long on a CPU; autograd of these lines makes a padded copy for each tap,
-    and keeps z, which is cheap to have again.
+    and keeps z, which is cheap to have again. A dozen passes over few tokens at a time stay in the cache; a GPU takes all at once.
     """
+
+    @staticmethod
+    def pieces(x, T):
+        step = T if x.is_cuda else max(1, 2**17 // (x.shape[0] * x.shape[2]))
+        return [slice(t, min(t + step, T)) for t in range(0, T, step)]
+
+    @staticmethod
+    def convolve(x, taps, now):
+        z = x[:, now] * taps[0]
+        for j in range(1, len(taps)):
+            z.addcmul_(x[:, now.start + j: now.stop + j], taps[j])
+        return z
 
     @staticmethod
     def forward(ctx, x, taps):
         ctx.save_for_backward(x, taps)
-        return F.silu(ShortConv.convolve(x, taps), inplace=True)
-
-    @staticmethod
-    def convolve(x, taps):
-        T = x.shape[1] - len(taps) + 1
-        z = x[:, :T] * taps[0]
-        for j in range(1, len(taps)):
-            z.addcmul_(x[:, j: j + T], taps[j])
-        return z
+        now = ShortConv.pieces(x, x.shape[1] - len(taps) + 1)
+        return torch.cat([F.silu(ShortConv.convolve(x, taps, piece), inplace=True) for piece in now], 1)
 
     @staticmethod
     def backward(ctx, dy):
         x, taps = ctx.saved_tensors
-        dz = torch.ops.aten.silu_backward(dy, ShortConv.convolve(x, taps))
-        T, dx = dz.shape[1], torch.zeros_like(x)
-        for j in range(len(taps)):
-            dx[:, j: j + T].addcmul_(dz, taps[j])
-        return dx, torch.stack([(dz * x[:, j: j + T]).sum((0, 1)) for j in range(len(taps))])
+        dx, dtaps = torch.zeros_like(x), torch.zeros_like(taps)
+        for now in ShortConv.pieces(x, dy.shape[1]):
+            dz = torch.ops.aten.silu_backward(dy[:, now], ShortConv.convolve(x, taps, now))
+            for j in range(len(taps)):
+                there = slice(now.start + j, now.stop + j)
+                dx[:, there].addcmul_(dz, taps[j])
+                dtaps[j] += (dz * x[:, there]).sum((0, 1))
+        return dx, dtaps
 
 
 class Unit(torch.autograd.Function):
