@@ -113,17 +113,18 @@ class GramNewtonSchulz(torch.autograd.Function):
         Rs = [None, Qs[0]]                                    # before each step
         for Q in Qs[1:-1]:
             Rs.append(torch.bmm(Q, Rs[-1]))
-        dP = symmetric(torch.cat([gram(dX, S) for dX, S in zip(dXs, stacks)]))
-        dR, dG = dP * scale, None
+        dP = doubled(torch.cat([gram(dX, S) for dX, S in zip(dXs, stacks)])) * 0.5
+        dR, dG = dP * scale, None                             # dG: twice the gradient of G, from here on
         for i in reversed(range(n)):
             G, Q = Gs[i], Qs[i]
             dQ = torch.bmm(dR, Rs[i]) if i else dR                               # R = Q R_before
             if dG is not None:                                                   # G_after = Q G Q
                 half = torch.bmm(dG, Q)
-                dQ, dG = torch.baddbmm(dQ, half, G, alpha=2), torch.bmm(Q, half)
-            dQ, dR = symmetric(dQ), torch.bmm(Q, dR) if i else None
-            direct = torch.baddbmm(dQ, dQ, G, beta=b, alpha=2 * c)               # Q = a I + b G + c G^2
-            dG = symmetric(direct if dG is None else direct.add_(dG))
+                dQ = torch.baddbmm(dQ, half, G)
+            dQ, dR = doubled(dQ), torch.bmm(Q, dR) if i else None
+            direct = torch.baddbmm(dQ, dQ, G, beta=b / 2, alpha=c)               # Q = a I + b G + c G^2
+            dG = doubled(direct if dG is None else torch.baddbmm(direct, Q, half, alpha=0.5))
+        dG = dG * 0.5
         # G = G0 / |S|^2, P = R / |S|, |S|^2 = trace of G0
         along = (dG * Gs[0]).sum((-2, -1), keepdim=True) + 0.5 * (dP * P).sum((-2, -1), keepdim=True)
         dG = 2 * scale.square() * (dG - along * torch.eye(dG.shape[-1], dtype=dG.dtype, device=dG.device))
@@ -138,5 +139,6 @@ def factor(G, a, b, c):
     return Q
 
 
-def symmetric(A):
-    return 0.5 * (A + A.mT)
+def doubled(A):
+    """Twice the symmetric part."""
+    return A + A.mT

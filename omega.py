@@ -696,8 +696,10 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
     rows = []                                                 # of each S, at the rows of mix.G: (N, r, k, wide)
     for i, (a, d) in enumerate(pairs):
         s = Write.apply(hot if a is xk and hot is not None else a, d, mix.G.mT, tall[i])      # all rows in one product
-        s = s.view(N, mix.G.shape[1], -1, s.shape[-1])
-        rows.append(torch.addcmul(s, mix.momprod[..., None], S[i][:, None]) if S and mix.momprod is not None else s)
+        k, wide = s.shape[1] // mix.G.shape[1], s.shape[2]
+        if S and mix.momprod is not None:
+            s = torch.baddbmm(s.view(N, -1, k * wide), mix.momprod, S[i].flatten(1)[:, None])
+        rows.append(s.view(N, -1, k, wide))
     new, rows = zip(*(s.split([s.shape[1] - 1, 1], 1) for s in rows))             # where it is refreshed, and the last
     if new[0].shape[1]:
         new = newton_schulz(new, *rule.newton_schulz)

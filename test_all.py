@@ -2818,10 +2818,10 @@ MUTANTS = [
     ("no gradient through NS", "muon.py", "newton_schulz_ref(many[i], steps", "newton_schulz_ref(many[i].detach(), steps", "test_ns_gradient"),
     ("NS of the wrong matrix", "muon.py", "out[i] = x.view(many[i].shape)", "out[-i] = x.view(many[i].shape)", "test_ns_of_several_matrices"),
     ("gradient of NS not through the norm", "muon.py", "(dG - along *", "(dG - 0 * along *", "test_ns_gradient"),
-    ("gradient of NS: G of one step only", "muon.py", "dQ, dG = torch.baddbmm(dQ, half, G, alpha=2), torch.bmm(Q, half)", "dG = torch.bmm(Q, half)",
+    ("gradient of NS: G of one step only", "muon.py", "dQ = torch.baddbmm(dQ, half, G)", "pass",
      "test_ns_gradient"),
     ("gradient of NS: R of one step only", "muon.py", "Rs.append(torch.bmm(Q, Rs[-1]))", "Rs.append(Q)", "test_ns_gradient"),
-    ("gradient of NS: c (dQ G) once", "muon.py", "beta=b, alpha=2 * c)", "beta=b, alpha=c)", "test_ns_gradient"),
+    ("gradient of NS: c (dQ G) once", "muon.py", "beta=b / 2, alpha=c)", "beta=b / 2, alpha=c / 2)", "test_ns_gradient"),
 
     ("a_i on both sides: 1 / i! where its root belongs", "poly.py", "1 / math.sqrt(math.factorial(i))", "1 / math.factorial(i)",
      "test_phi_starts_as_the_exponential"),
