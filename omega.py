@@ -297,9 +297,9 @@ def dots(t, a):
 
 
 def read_carried(R, C, coef, tall):
-    """r_t (keepprod_t W + u_t S) for all rows r_t of R (N, c, in) -> (N, c, out).
+    """r_t (keepprod_t W + u_t S + M0) for all rows r_t of R (N, c, in) -> (N, c, out), with s matrices in C, as many numbers a row in coef.
 
-    C (N, s k, wide) holds W and below it S, transposed if they are `tall` (`lay`): k is their narrow side, the one that is scaled.
+    C (N, s k, wide) holds W, below it S, M0, transposed if they are `tall` (`lay`): k is their narrow side, the one that is scaled.
     """
     if not tall:
         return torch.bmm(scaled(R, coef), C)
@@ -427,7 +427,7 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
 
     Matrices are as `lay` has them, C as in read_carried; M0, C and the anchor are empty where they are zero, zero, and the W of C.
     """
-    s, all, coef = part.end.shape[-1], with_M0(C, M0), part.coef if C else part.coef[..., part.end.shape[-1]:]
+    s, held, coef = part.end.shape[-1], with_M0(C, M0), part.coef if C else part.coef[..., part.end.shape[-1]:]
     W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
     pairs, saved = memory.gradients_forward(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)       # x_i, d_i
     rows, RX, z, before, after, balls = part.xq, part.inner, None, None, [], []
@@ -435,7 +435,7 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
         if i:                                                                    # what the others read is what the last one reads for
             before, rows = z, memory.hidden(rule.memory, z)
             RX = torch.bmm(rows, x.mT)
-        z = memory.add_product(read_carried(rows, all[i], coef, tall[i]), part.P * RX, d)
+        z = memory.add_product(read_carried(rows, held[i], coef, tall[i]), part.P * RX, d)
         end = write(x if i or part.write is None else part.write, d, part.last, tall[i])
         if C:
             memory.add_product(flat(end, s), part.end, flat(C[i], s))
@@ -448,7 +448,7 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
 
 def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
     """The gradient of linear_chunk, for those of its z and of the C after it (or None) -> those of part, M0, C and the anchor."""
-    s, all, coef = part.end.shape[-1], with_M0(C, M0), part.coef if C else part.coef[..., part.end.shape[-1]:]
+    s, held, coef = part.end.shape[-1], with_M0(C, M0), part.coef if C else part.coef[..., part.end.shape[-1]:]
     saved, (z, RX), balls = kept[:2], kept[2:4], kept[4:]
     W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
     pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
@@ -461,7 +461,7 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
             rows, RX = part.xq, part.inner
         dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
         dP, dRX = plus(dP, dQ * RX), dQ.mul_(part.P)
-        drows, dall, more = read_carried_backward(rows, all[i], coef, tall[i], dz)
+        drows, dall, more = read_carried_backward(rows, held[i], coef, tall[i], dz)
         dcoef = plus(dcoef, more)
         k = C[i].shape[1] if C else 0
         dC[i], dM0[i] = dall[:, :k].contiguous(), dall[:, k:]
