@@ -117,24 +117,13 @@ def unpack(W, count):
     return (*W[0].chunk(count, -1), *W[1:])
 
 
-def gradients(kind, loss_kind, W, x, v, norm=False):
+def gradients(kind, loss_kind, W, x, v, norm):
     """The gradient of every token's loss at fixed weights W, as one rank-one pair a matrix: dl/dW[i] = a^T d.
 
     W as `pack` gives it, x (..., n, E), v (..., n, D) as `target` gives it -> for each of W (a (..., n, in), d (..., n, out)): the rows
-    that enter the matrix and the error signals that leave it. This is backpropagation written out; autograd of `loss` is what tests
-    compare it with.
+    that enter the matrix and the error signals that leave it; and what it takes to have the pairs again: what the last matrix produces,
+    if its gradient needs it, and the last error. This is backpropagation written out; tests compare it with autograd of `loss`.
     """
-    pairs, _ = gradients_forward(kind, loss_kind, W, x, v, norm)
-    return pairs
-
-
-def target(kind, loss_kind, r, v):
-    """What the last matrix is to produce: the residual stands on the output's side, the dot loss alone does not know the difference."""
-    return v if kind == "linear" or loss_kind == "dot" else v - r
-
-
-def gradients_forward(kind, loss_kind, W, x, v, norm):
-    """-> the pairs, and what it takes to have them again: what the last matrix produces, if its gradient needs it, and the last error."""
     z = product(x, W[0])
     if kind == "linear":
         e = error(loss_kind, z, v)
@@ -145,8 +134,13 @@ def gradients_forward(kind, loss_kind, W, x, v, norm):
     return [(x, both(kind, mm(e, W[1].mT)).mul_(slope)), (a, e)], (f if norm or loss_kind in ("huber", "lp") else None, e)
 
 
+def target(kind, loss_kind, r, v):
+    """What the last matrix is to produce: the residual stands on the output's side, the dot loss alone does not know the difference."""
+    return v if kind == "linear" or loss_kind == "dot" else v - r
+
+
 def gradients_again(kind, W, x, saved):
-    """The pairs once more from what gradients_forward left, which takes no longer than to fetch them from memory; and their factors."""
+    """The pairs once more from what `gradients` left, which takes no longer than to fetch them from memory; and their factors."""
     _, e = saved
     if kind == "linear":
         return [(x, e)], ()
@@ -269,7 +263,7 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kind, loss_kind, norm, x, v, *W):
-        pairs, saved = gradients_forward(kind, loss_kind, W, x, v, norm)
+        pairs, saved = gradients(kind, loss_kind, W, x, v, norm)
         ctx.how = kind, loss_kind, norm
         ctx.save_for_backward(x, v, *saved, *W)
         return (*(d for _, d in pairs), *(a for a, _ in pairs[1:]))

@@ -429,7 +429,7 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
     """
     s, held, coef = part.end.shape[-1], with_M0(C, M0), part.coef if C else part.coef[..., part.end.shape[-1]:]
     W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
-    pairs, saved = memory.gradients_forward(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)       # x_i, d_i
+    pairs, saved = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)       # x_i, d_i
     rows, RX, z, before, after, balls = part.xq, part.inner, None, None, [], []
     for i, (x, d) in enumerate(pairs):
         if i:                                                                    # what the others read is what the last one reads for
@@ -447,7 +447,7 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
 
 
 def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
-    """The gradient of linear_chunk, for those of its z and of the C after it (or None) -> those of part, M0, C and the anchor."""
+    """The gradient of linear_chunk, for those of its z and of the C after it (or []) -> those of part, M0, C and the anchor."""
     s, held, coef = part.end.shape[-1], with_M0(C, M0), part.coef if C else part.coef[..., part.end.shape[-1]:]
     saved, (z, RX), balls = kept[:2], kept[2:4], kept[4:]
     W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])

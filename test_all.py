@@ -343,7 +343,7 @@ def test_memory_gradients(kind, loss, norm):
     x, r, v = randn(2, 7, 5), randn(2, 7, 3), 2 * randn(2, 7, 3)
     W = [w.requires_grad_() for w in weights(kind, 5, 3, 4, 2)]
     expect = torch.autograd.grad(memory.loss(loss, memory.apply(kind, lambda i, rows: rows @ W[i], x, r, norm), v), W)
-    pairs = memory.gradients(kind, loss, memory.pack(W), x, memory.target(kind, loss, r, v), norm)
+    pairs, _ = memory.gradients(kind, loss, memory.pack(W), x, memory.target(kind, loss, r, v), norm)
     for (a, d), g in zip(pairs, memory.pack(expect), strict=True):
         close(a.mT @ d, g)
 
@@ -358,7 +358,7 @@ def test_memory_gradients_outer(kind, loss, norm):
 
     def plain(x, v, *W):
         gelu, memory.gelu = memory.gelu, lambda z: (F.gelu(z), torch.autograd.grad(F.gelu(z).sum(), z, create_graph=True)[0])
-        pairs = memory.gradients(kind, loss, W, x, v, norm)
+        pairs, _ = memory.gradients(kind, loss, W, x, v, norm)
         memory.gelu = gelu
         return *(d for _, d in pairs), *(a for a, _ in pairs[1:])
 
@@ -2769,7 +2769,7 @@ def test_readme_python_runs():
 
 def test_readme_names_only_flags_that_exist():
     """A renamed flag whose old name lives on in the README."""
-    known = {"--ckpt", "--prompt", "--tokens", "--json", "--mutants", "--help", "--stream"} | {
+    known = {"--ckpt", "--prompt", "--tokens", "--json", "--part", "--mutants", "--help", "--stream"} | {
         train.flag(f.name) for cls in (train.TrainConfig, models.Config) for f in fields(cls)}
     known |= {"--no-" + flag[2:] for flag in known}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README)) <= known
