@@ -80,7 +80,7 @@ class GramNewtonSchulz(torch.autograd.Function):
     """NS of stacks of matrices with the same short side s, (N, m, n) each, with its gradient written out.
 
     Autograd of the same lines costs about twice as much: the products are as small as s x s, and it has more of them. Of the steps
-    it keeps G alone; Q and R are a third of them, and come again in backward.
+    it keeps G alone, from which backward makes Q and R again.
     """
 
     @staticmethod

@@ -20,6 +20,9 @@ products a chunk: at a fixed anchor a token's gradient is x^T d, so
 
 with A[t, n] = prod keep_{n+1..t} and Theta[t, n] = prod momentum_{n+1..t}. No per-token weight is formed. With Newton-Schulz
 the S_t at the start of each m-token block is formed, and r_t W_t is two products with that block's weights.
+
+The code below writes N for B H (chunks take turns, sequences and heads do not), c for the tokens of a chunk, n for the pairs they
+learn from, and C for what is carried from chunk to chunk: W and S, one below the other.
 """
 from itertools import islice
 from typing import NamedTuple
@@ -156,6 +159,7 @@ class Tokens(NamedTuple):
     xk: torch.Tensor                                          # (B, H, n, E)  phi(k)
     v: torch.Tensor                                           # (B, H, n, D)  memory.target(k, v)
     write: torch.Tensor | None                                # (B, H, n, E)  what x_i^T d_i is made of, if not phi(k)
+    inner: torch.Tensor | None                                # (B, H, c, n)  phi(q) phi(k)^T; Newton-Schulz has no use for it
 
 
 class Mixing(NamedTuple):
@@ -164,7 +168,6 @@ class Mixing(NamedTuple):
     # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1 without momentum
     coef: torch.Tensor | None = None                          # (..., c, s)  keepprod and u = -A diag(step) momprod
     P: torch.Tensor | None = None                             # (..., c, n)  -A diag(step) G
-    inner: torch.Tensor | None = None                         # (..., c, n)  phi(q) phi(k)^T
     last: torch.Tensor | None = None                          # (..., n, s)  the last rows of P and G
     end: torch.Tensor | None = None                           # (..., s, s)  the last keepprod, u; 0, the last momprod
     # with Newton-Schulz, in blocks of m tokens (or one block of c <= m)     W_t = since_t W_j + own_t O_j     W_j before block j, W_0 the first
@@ -235,22 +238,21 @@ def band(gate):
     return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
-def mixing(rule, gates, pos, inner):
+def mixing(rule, gates, pos):
     """Mixing of chunks whose gates are (..., c) and (..., c, window); the first of their tokens is the pos-th of its chunk.
 
-    inner: phi(q) phi(k)^T (..., c, n), or None with Newton-Schulz, which has no use for it. Then the r rows of G are the tokens at
-    which it is refreshed, and the last.
+    With Newton-Schulz the r rows of G are the tokens at which it is refreshed, and the last.
     """
     c, m = gates.keep.shape[-1], rule.muon_every
     if not m:                                                 # the rule itself, for the coefficients of W_0, S_0 and the pairs
         keepprod, minus_step = products(gates.keep), -gates.step[..., None]
         if gates.momentum is None:
             P, P_last = recur(gates.keep, band(minus_step * gates.gate))
-            return Mixing(keepprod, P, inner, P_last[..., None], keepprod[..., -1:, :])
+            return Mixing(keepprod, P, P_last[..., None], keepprod[..., -1:, :])
         momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, band(gates.gate))      # Eq 33, 39
         (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
         end = torch.cat([keepprod[..., -1, :], u_last, torch.zeros_like(u_last), momprod[..., -1, :]], -1)
-        return Mixing(torch.cat([keepprod, u], -1), P, inner, torch.stack([P_last, G_last], -1), end.unflatten(-1, (2, 2)))
+        return Mixing(torch.cat([keepprod, u], -1), P, torch.stack([P_last, G_last], -1), end.unflatten(-1, (2, 2)))
     rows = refreshed(pos, c, m) + [c - 1]
     if gates.momentum is None:
         momprod, G = None, band(gates.gate)[..., rows, :]
@@ -363,9 +365,9 @@ class Part(NamedTuple):
     xk: torch.Tensor
     v: torch.Tensor
     write: torch.Tensor | None
+    inner: torch.Tensor
     coef: torch.Tensor
     P: torch.Tensor
-    inner: torch.Tensor
     last: torch.Tensor
     end: torch.Tensor
 
@@ -393,6 +395,7 @@ def lay(group, tall, B):
 
 
 def unlay(group, tall, B):
+    """(B H, k, wide) -> (B, H, in, out), the inverse of `lay`."""
     return [turn(a.unflatten(0, (B, -1)), t) for a, t in zip(group, tall)]
 
 
@@ -435,10 +438,10 @@ def linear_chunk(rule, whole, tall, part, M0, C, anchor):
         if i:                                                                    # what the others read is what the last one reads for
             before, rows = z, memory.hidden(rule.memory, z)
             RX = torch.bmm(rows, x.mT)
-        z = memory.add_product(read_carried(rows, held[i], coef, tall[i]), part.P * RX, d)
+        z = memory.add_product(read_carried(rows, held[i], coef, tall[i]), part.P * RX, d)       # r_t W_t of all t
         end = write(x if i or part.write is None else part.write, d, part.last, tall[i])
         if C:
-            memory.add_product(flat(end, s), part.end, flat(C[i], s))
+            memory.add_product(flat(end, s), part.end, flat(C[i], s))            # the last W_t and S_t
         if whole and rule.ball:
             balls.append(ball_factors(rule, rows_of(end, s, 0), tall[i], 1 if i else firsts(rule)))
             rows_of(end, s, 0).mul_(balls[i])
@@ -489,7 +492,7 @@ def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
             rows_of(c, s, 0).add_(w)
     dxk = memory.transposed_product(dy, W[0], part.xk, dx if dC_end and part.write is None else None)
     dcoef = F.pad(dcoef, (part.coef.shape[-1] - dcoef.shape[-1], 0))
-    dpart = Part(drows, dxk, dv, None, dcoef, dP, dRX, dlast, dend)
+    dpart = Part(drows, dxk, dv, None, dRX, dcoef, dP, dlast, dend)
     return dpart, dM0 if M0 else [], dC if C else [], dW if anchor else []
 
 
@@ -530,9 +533,8 @@ class LinearChunks(torch.autograd.Function):
     def backward(ctx, dy, *dC):
         (rule, tall, sizes), saved = ctx.how, iter(ctx.saved_tensors)
         parts, M0, C, anchor = LinearChunks.sort(islice(saved, len(Part._fields) + sum(sizes)), sizes)
-        pieces, grads, kept = each(parts), Part(*(a if a is None else like(a) for a in parts)), []
-        for n in ctx.lengths:
-            kept.append(tuple(islice(saved, n)))
+        pieces, grads = each(parts), Part(*(a if a is None else like(a) for a in parts))
+        kept = [tuple(islice(saved, n)) for n in ctx.lengths]
         if dy is None:                                        # what was read is not used
             dy = parts.v.new_zeros(len(parts.v), len(pieces), parts.coef.shape[2], parts.v.shape[-1])
         if any(d is not None for d in dC):
@@ -575,7 +577,7 @@ def linear_run(rule, state, tokens, mix):
         anchor = []
     if M0:
         mix = mix._replace(coef=F.pad(mix.coef, (0, 1), value=1.0))
-    parts = Part(*(None if a is None else a.flatten(0, 1) for a in (*tokens, *mix[:5])))
+    parts = Part(*(None if a is None else a.flatten(0, 1) for a in (*tokens, *mix[:4])))
     how = rule, (state.pos + c) % rule.chunk == 0, tall
     if torch.is_grad_enabled():
         z, *C = LinearChunks.apply(*how, (len(M0), len(C), len(anchor)), *parts, *M0, *C, *anchor)
@@ -604,13 +606,13 @@ def omega(rule, phi, q, k, v, gates, state):
     ys, t = [], 0
     for length, count in cuts(T, state.pos, rule.chunk):      # the rest of a chunk in progress; whole chunks; a chunk begun
         now, seen = slice(t, t + length * count), slice(t, t + length * count + w - 1)
-        fold = lambda a: a[:, :, now].unflatten(2, (count, length))                               # (B, H, N, C, ..)
-        look = lambda a: Overlapping.apply(a[:, :, seen], length, length + w - 1)                # (B, H, N, n, ..)
+        fold = lambda a: a[:, :, now].unflatten(2, (count, length))                               # (B, H, chunks, c, ..)
+        look = lambda a: Overlapping.apply(a[:, :, seen], length, length + w - 1)                # (B, H, chunks, n, ..)
         cq, ck, cv = fold(q), look(ks), look(targets)
         cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (fold(xq), look(xk))
-        tokens = Tokens(cq, cxq, cxk, cv, None if write_xk is None else look(write_xk))
         inner = None if rule.muon_every else phi.inner(cq, ck)
-        mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), state.pos, inner)
+        tokens = Tokens(cq, cxq, cxk, cv, None if write_xk is None else look(write_xk), inner)
+        mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), state.pos)
         y, state = (muon_run if rule.muon_every else linear_run)(rule, state, tokens, mix)
         ys.append(y)
         t = now.stop
@@ -689,7 +691,7 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
 
     All are (N, ..), N = B H, matrices as `lay` has them; lists that are empty stand for zeros.
     """
-    (_, xq, xk, v, hot), (N, c, _) = tokens, tokens.xq.shape
+    (_, xq, xk, v, hot, _), (N, c, _) = tokens, tokens.xq.shape
     blocks, m = mix.coef.shape[1:3]
     front, back = padding(pos, c, rule.muon_every)
     pairs = muon_pairs(rule, tall, M0, anchor, xk, v)

@@ -896,11 +896,12 @@ def test_gates_of_heads_and_tokens():
             assert (a[..., j - 3] > b[..., j - 3]).all() if name == "gate" else (a > b).all(), name
 
 
-def test_convolution():
+@pytest.mark.parametrize("T", [9, 3000])                      # in one piece, in several
+def test_convolution(T):
     """Depthwise, causal, width 4, the last tap on the token itself: a conv padded on both sides sees the future."""
-    layer = small("atlas").blocks[0].mixer
+    layer = small("atlas").blocks[0].mixer.double()
     n = layer.conv.shape[1]
-    x, before, out = (torch.randn(2, T, n, requires_grad=True) for T in (9, 3, 9))
+    x, before, out = (torch.randn(2, length, n, dtype=torch.float64, requires_grad=True) for length in (T, 3, T))
     y, tail = layer.short_conv(x, before)
     want = F.silu(F.conv1d(torch.cat([before, x], 1).mT, layer.conv.T[:, None], groups=n).mT)
     grads = (torch.autograd.grad(z, (x, before, layer.conv), out) for z in (y, want))
@@ -2253,8 +2254,8 @@ def test_denormals_are_flushed():
     """On an Intel core the gates' decay over a chunk makes a training step take half as long again."""
     before = torch.tensor(1e-30)
     try:
-        train.tune_cpu()
         if torch.set_flush_denormal(True):                    # else this processor cannot
+            torch.set_flush_denormal(False)
             train.tune_cpu()
             assert (before * 1e-10).item() == 0
     finally:
