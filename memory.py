@@ -127,7 +127,7 @@ def gradients(kind, loss_kind, W, x, v, norm):
     z = product(x, W[0])
     if kind == "linear":
         e = error(loss_kind, z, v)
-        return [(x, e)], (z, e)
+        return [(x, e)], (z if loss_kind in ("huber", "lp") else None, e)
     a, slope = activate(kind, z)
     f = mm(a, W[1])
     e = output_error(loss_kind, f, v, norm)

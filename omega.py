@@ -153,23 +153,22 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 # The chunk-parallel form.
 
 class Tokens(NamedTuple):
-    """One chunk of c tokens to read at and of n pairs to learn from: its c, the window - 1 before them, idle ones of weight 0."""
-    q: torch.Tensor                                           # (B, H, c, D)
-    xq: torch.Tensor                                          # (B, H, c, E)  phi(q)
-    xk: torch.Tensor                                          # (B, H, n, E)  phi(k)
-    v: torch.Tensor                                           # (B, H, n, D)  memory.target(k, v)
-    write: torch.Tensor | None                                # (B, H, n, E)  what x_i^T d_i is made of, if not phi(k)
-    inner: torch.Tensor | None                                # (B, H, c, n)  phi(q) phi(k)^T; Newton-Schulz has no use for it
+    """Chunks of c tokens to read at and of n pairs to learn from: their c, the window - 1 before them, idle ones of weight 0."""
+    xq: torch.Tensor                                          # (chunks, N, c, E)  phi(q)
+    xk: torch.Tensor                                          # (chunks, N, n, E)  phi(k)
+    v: torch.Tensor                                           # (chunks, N, n, D)  memory.target(k, v)
+    write: torch.Tensor | None                                # (chunks, N, n, E)  what x_i^T d_i is made of, if not phi(k)
+    inner: torch.Tensor | None                                # (chunks, N, c, n)  phi(q) phi(k)^T, if there is a shorter way to it
 
 
 class Mixing(NamedTuple):
     """Everything in the formulas above that depends on the gates alone, for one chunk of c tokens and n pairs (as in Tokens)."""
     # without Newton-Schulz     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i,   S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
-    # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1 without momentum
+    # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1, W, without momentum
     coef: torch.Tensor | None = None                          # (..., c, s)  keepprod and u = -A diag(step) momprod
     P: torch.Tensor | None = None                             # (..., c, n)  -A diag(step) G
     last: torch.Tensor | None = None                          # (..., n, s)  the last rows of P and G
-    end: torch.Tensor | None = None                           # (..., s, s)  the last keepprod, u; 0, the last momprod
+    end: torch.Tensor | None = None                           # (..., 2 s - 1)  the last keepprod, momprod, u
     # with Newton-Schulz, in blocks of m tokens (or one block of c <= m)     W_t = since_t W_j + own_t O_j     W_j before block j, W_0 the first
     # coef is (..., blocks, m, 2): keep from the block's first token to t (since), minus the sum of A[t, n] step_n over n <= t in the block (own)
     # end is (..., blocks, 1 + blocks): the shares of W_0 and of O_0 .. in the W after each block
@@ -248,11 +247,11 @@ def mixing(rule, gates, pos):
         keepprod, minus_step = products(gates.keep), -gates.step[..., None]
         if gates.momentum is None:
             P, P_last = recur(gates.keep, band(minus_step * gates.gate))
-            return Mixing(keepprod, P, P_last[..., None], keepprod[..., -1:, :])
+            return Mixing(keepprod, P, P_last[..., None], keepprod[..., -1, :])
         momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, band(gates.gate))      # Eq 33, 39
         (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
-        end = torch.cat([keepprod[..., -1, :], u_last, torch.zeros_like(u_last), momprod[..., -1, :]], -1)
-        return Mixing(torch.cat([keepprod, u], -1), P, torch.stack([P_last, G_last], -1), end.unflatten(-1, (2, 2)))
+        end = torch.cat([keepprod[..., -1, :], momprod[..., -1, :], u_last], -1)
+        return Mixing(torch.cat([keepprod, u], -1), P, torch.stack([P_last, G_last], -1), end)
     rows = refreshed(pos, c, m) + [c - 1]
     if gates.momentum is None:
         momprod, G = None, band(gates.gate)[..., rows, :]
@@ -317,10 +316,10 @@ def read_carried_backward(R, C, coef, tall, dz):
     return combined(dscaled, coef), torch.bmm(scaled(R, coef).mT, dz), dots(dscaled, R)
 
 
-def write(X, D, last, tall):
+def write(X, D, last, tall, out=None):
     """X^T (P_last * D) and X^T (G_last * D), what a chunk adds to W and S, laid out as they are in C."""
     a, b = (D, X) if tall else (X, D)
-    return torch.bmm(scaled(a, last).mT, b)
+    return torch.bmm(scaled(a, last).mT, b, out=out)
 
 
 def write_backward(X, D, last, tall, dC):
@@ -360,29 +359,56 @@ class Write(torch.autograd.Function):
 
 
 class Part(NamedTuple):
-    """What linear_chunk needs of one chunk, (N, ..) with N = B H, or of all chunks, (N, chunks, ..): fields of Tokens and Mixing."""
+    """What chunks without Newton-Schulz need: fields of Tokens and Mixing, of all chunks (chunks, N, ..), or of one (N, ..)."""
     xq: torch.Tensor
     xk: torch.Tensor
     v: torch.Tensor
     write: torch.Tensor | None
-    inner: torch.Tensor
+    inner: torch.Tensor | None
     coef: torch.Tensor
     P: torch.Tensor
     last: torch.Tensor
     end: torch.Tensor
 
+    def each(self, f):
+        return Part(*(None if a is None else f(a) for a in self))
 
-def each(parts):
-    """One Part for all chunks -> one for each."""
-    columns = [None if a is None else a.unbind(1) for a in parts]
-    return [Part(*(None if a is None else a[j] for a in columns)) for j in range(len(columns[0]))]
+    def split(self):
+        """One Part for all chunks -> one for each."""
+        columns = [None if a is None else a.unbind(0) for a in self]
+        return [Part(*(None if a is None else a[j] for a in columns)) for j in range(len(self.v))]
 
 
-def like(a):
-    """An empty tensor (N, chunks, ..) for the gradient of a: each chunk's is contiguous, or feature-major as a is."""
-    if memory.feature_major(a):
-        return like(a.mT).mT
-    return a.new_empty(a.shape[1], a.shape[0], *a.shape[2:]).transpose(0, 1)
+def empty_like(a):
+    """An empty tensor for the gradient of a, contiguous or feature-major as a is."""
+    return a.mT.new_empty(a.mT.shape).mT if memory.feature_major(a) else a.new_empty(a.shape)
+
+
+def merged(a):
+    """(chunks, N, ..) -> (chunks N, ..)"""
+    return a.flatten(0, 1)
+
+
+def joined(tensors):
+    """Tensors (N, ..), or None, of every chunk -> (chunks N, ..)."""
+    return tensors[0] if len(tensors) == 1 or tensors[0] is None else torch.cat(tensors)
+
+
+def separate(a, count):
+    """(chunks N, ..) -> `count` tensors (N, ..)."""
+    return (None,) * count if a is None else a.unflatten(0, (count, -1)).unbind(0)
+
+
+def stretches(count, rows, alone):
+    """`count` chunks as slices of as many as it pays to read together: each has `rows` numbers; the first one may have to be alone.
+
+    They share the calls of some hundred operations, but what a CPU has just written should be in its cache when it reads it.
+    """
+    size, first = max(1, AT_ONCE // rows), int(alone)
+    return [slice(0, 1)] * first + [slice(j, min(j + size, count)) for j in range(first, count, size)]
+
+
+AT_ONCE = 2**17
 
 
 def turn(a, tall):
@@ -402,18 +428,34 @@ def unlay(group, tall, B):
 def gradient_point(tall, M0, W):
     """The weights to take gradients at, M0 + W, as memory.gradients wants them; both as `lay` has them, or empty for zero."""
     both = [m + w for m, w in zip(M0, W)] if M0 and W else M0 or W
-    return [turn(w, t) for w, t in zip(both, tall)]
+    return [turn(w, t).flatten(0, -3) for w, t in zip(both, tall)]
 
 
 def rows_of(C, s, j):
-    """W (j = 0) or S (j = 1) of C, which holds s matrices."""
-    k = C.shape[1] // s
-    return C[:, j * k: (j + 1) * k]
+    """W (j = 0) or S (j = 1) of C (.., s k, wide), which holds s matrices."""
+    k = C.shape[-2] // s
+    return C[..., j * k: (j + 1) * k, :]
 
 
-def flat(C, s):
-    """W and S of C as two rows of numbers, for a product with `end`."""
-    return C.view(len(C), s, -1)
+def carry(end, C, by):
+    """end += (keepprod W + u S, momprod S), for C with W above S, or with W alone; by (N, 2 s - 1) holds keepprod, momprod, u."""
+    s = by.shape[-1] // 2 + 1
+    end, C = end.unflatten(1, (s, -1)), C.unflatten(1, (s, -1))
+    end.addcmul_(C, by[:, :s, None, None])
+    if s == 2:
+        end[:, 0].addcmul_(C[:, 1], by[:, 2, None, None])
+
+
+def carry_backward(dend, C, by, dC):
+    """Adds to dC -> dby."""
+    s = by.shape[-1] // 2 + 1
+    dend, C, dC = (a.unflatten(1, (s, -1)) for a in (dend, C, dC))
+    dC.addcmul_(dend, by[:, :s, None, None])
+    dby = (dend * C).sum((-2, -1))
+    if s == 2:
+        dC[:, 1].addcmul_(dend[:, 0], by[:, 2, None, None])
+        dby = torch.cat([dby, (dend[:, 0] * C[:, 1]).sum((-2, -1))[:, None]], 1)
+    return dby
 
 
 def ball_factors(rule, W, tall, count):
@@ -425,103 +467,127 @@ def ball_factors(rule, W, tall, count):
     return turn(torch.cat([f.expand(-1, 1, w.shape[-1]) for f, w in zip(factors, parts)], -1), tall)
 
 
-def linear_chunk(rule, whole, tall, part, M0, C, anchor):
-    """One chunk (or a part of one) without Newton-Schulz -> what the last matrix reads (N, c, D), C after it, what its gradient needs.
-
-    Matrices are as `lay` has them, C as in read_carried; M0, C and the anchor are empty where they are zero, zero, and the W of C.
-    """
-    s, held, coef = part.end.shape[-1], with_M0(C, M0), part.coef if C else part.coef[..., part.end.shape[-1]:]
-    W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
-    pairs, saved = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)       # x_i, d_i
-    rows, RX, z, before, after, balls = part.xq, part.inner, None, None, [], []
-    for i, (x, d) in enumerate(pairs):
-        if i:                                                                    # what the others read is what the last one reads for
-            before, rows = z, memory.hidden(rule.memory, z)
-            RX = torch.bmm(rows, x.mT)
-        z = memory.add_product(read_carried(rows, held[i], coef, tall[i]), part.P * RX, d)       # r_t W_t of all t
-        end = write(x if i or part.write is None else part.write, d, part.last, tall[i])
-        if C:
-            memory.add_product(flat(end, s), part.end, flat(C[i], s))            # the last W_t and S_t
-        if whole and rule.ball:
-            balls.append(ball_factors(rule, rows_of(end, s, 0), tall[i], 1 if i else firsts(rule)))
-            rows_of(end, s, 0).mul_(balls[i])
-        after.append(end)
-    return z, after, (*saved, before, RX if before is not None else None, *balls)
-
-
-def linear_chunk_backward(rule, tall, part, M0, C, anchor, kept, dz, dC_end):
-    """The gradient of linear_chunk, for those of its z and of the C after it (or []) -> those of part, M0, C and the anchor."""
-    s, held, coef = part.end.shape[-1], with_M0(C, M0), part.coef if C else part.coef[..., part.end.shape[-1]:]
-    saved, (z, RX), balls = kept[:2], kept[2:4], kept[4:]
-    W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
-    pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
-    dM0, dC, dd = ([None] * len(tall) for _ in range(3))
-    dcoef = dP = dlast = dend = da = dx = None
-    for i, (x, d) in reversed(list(enumerate(pairs))):
-        if i:
-            rows, slope = memory.activate(rule.memory, z)
-        else:
-            rows, RX = part.xq, part.inner
-        dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
-        dP, dRX = plus(dP, dQ * RX), dQ.mul_(part.P)
-        drows, dall, more = read_carried_backward(rows, held[i], coef, tall[i], dz)
-        dcoef = plus(dcoef, more)
-        k = C[i].shape[1] if C else 0
-        dC[i], dM0[i] = dall[:, :k].contiguous(), dall[:, k:]
-        if i:                                                                    # RX = R X^T
-            drows, da = memory.add_product(drows, dRX, x), torch.bmm(dRX.mT, rows)
-        if dC_end:
-            end = dC_end[i]
-            if balls:
-                end = end.clone()
-                rows_of(end, s, 0).mul_(balls[i])
-            if C:
-                dend = plus(dend, torch.bmm(flat(end, s), flat(C[i], s).mT))
-                memory.add_product(flat(dC[i], s), part.end.mT, flat(end, s))
-            dx, dD, more = write_backward(x if i or part.write is None else part.write, d, part.last, tall[i], end)
-            dd[i], dlast = dd[i].add_(dD), plus(dlast, more)
-        if i:
-            da = da.add_(dx) if dC_end else da
-            dz = memory.both(rule.memory, drows).mul_(slope)
-    dW, dy, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.v, rule.norm, saved, pairs, factors, dd, da)
-    dW = [memory.outer(group, t) for group, t in zip(dW, tall)]
-    if M0:
-        dM0 = [m + w for m, w in zip(dM0, dW)]
-    if C and not anchor:
-        for c, w in zip(dC, dW):
-            rows_of(c, s, 0).add_(w)
-    dxk = memory.transposed_product(dy, W[0], part.xk, dx if dC_end and part.write is None else None)
-    dcoef = F.pad(dcoef, (part.coef.shape[-1] - dcoef.shape[-1], 0))
-    dpart = Part(drows, dxk, dv, None, dRX, dcoef, dP, dlast, dend)
-    return dpart, dM0 if M0 else [], dC if C else [], dW if anchor else []
-
-
 def plus(a, b):
     return b if a is None else a + b
 
 
 def with_M0(C, M0):
-    """What is read: W, S and M0, whose coefficient is 1; what is zero is left out."""
-    return [torch.cat([c, m], 1) for c, m in zip(C, M0)] if C and M0 else C or M0
+    """What the chunks read: W, S and M0, whose coefficient is 1, (chunks N, ..); what is zero is left out. C (chunks, N, ..), M0 (N, ..)."""
+    if C and M0:
+        C = [torch.cat([c, m.expand(len(c), *m.shape)], 2) for c, m in zip(C, M0)]
+    return [merged(c) for c in C] if C else M0
+
+
+def learn_chunk(rule, whole, tall, part, M0, C, anchor, after):
+    """One chunk (or a part of one) learns without Newton-Schulz, and what it carries is written to `after`.
+
+    Matrices are as `lay` has them, C as in read_carried; M0, C and the anchor are empty where they are zero, zero, and the W of C.
+    -> for its gradient, for each pair (x_i, d_i) the d, then for all but the first the x; and what bounds each matrix.
+    """
+    s = part.last.shape[-1]
+    W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
+    pairs, (f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)
+    balls = []
+    for i, ((x, d), end) in enumerate(zip(pairs, after)):
+        write(x if i or part.write is None else part.write, d, part.last, tall[i], end)
+        if C:
+            carry(end, C[i], part.end)                        # the last W_t and S_t
+        if whole and rule.ball:
+            balls.append(ball_factors(rule, rows_of(end, s, 0), tall[i], 1 if i else firsts(rule)))
+            rows_of(end, s, 0).mul_(balls[i])
+    return f, *(d for _, d in pairs), *(x for x, _ in pairs[1:]), *balls
+
+
+def learn_chunk_backward(rule, tall, part, M0, C, anchor, saved, pairs, factors, balls, dx, dd, da, dC, dafter):
+    """The gradient of learn_chunk, for those of what it carries on (dafter, or []) and for what reading says of its keys, its d, its last
+    x and C (dx or None, dd, da, dC), to which this adds -> the gradient of part, and of the weights at which it took gradients.
+    """
+    s, dwrite, dlast, dend = part.last.shape[-1], None, None, None
+    for i, (x, d) in enumerate(pairs if dafter else []):
+        end = dafter[i]
+        if balls:
+            end = end.clone()
+            rows_of(end, s, 0).mul_(balls[i])
+        if C:
+            dend = plus(dend, carry_backward(end, C[i], part.end, dC[i]))
+        dX, dD, more = write_backward(x if i or part.write is None else part.write, d, part.last, tall[i], end)
+        dd[i].add_(dD)
+        dlast = plus(dlast, more)
+        if i:
+            da.add_(dX)
+        elif part.write is None:
+            dx = dX if dx is None else dx.add_(dX)
+        else:
+            dwrite = dX
+    W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
+    dW, dz, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.v, rule.norm, saved, pairs, factors, dd, da)
+    dW = [memory.outer(group, t) for group, t in zip(dW, tall)]
+    if C and not anchor:
+        for c, w in zip(dC, dW):
+            rows_of(c, s, 0).add_(w)
+    dxk = memory.transposed_product(dz, W[0], part.xk, dx)
+    return Part(None, dxk, dv, dwrite, None, None, None, dlast, dend), dW
+
+
+def read_chunks(rule, tall, part, pairs, held, coef):
+    """What all tokens read, at their own W_t: r_t W_t = r_t (keepprod_t W + u_t S + M0) + (P o R X^T) D, of any number of chunks (N, ..).
+
+    -> what the last matrix reads (N, c, D), what the others read and R X^T for the last one (None for a linear memory).
+    """
+    rows, RX, z, before = part.xq, part.inner, None, None
+    for i, (x, d) in enumerate(pairs):
+        if i:                                                                    # what the others read is what the last one reads for
+            before, rows, RX = z, memory.hidden(rule.memory, z), None
+        RX = torch.bmm(rows, x.mT) if RX is None else RX
+        z = memory.add_product(read_carried(rows, held[i], coef, tall[i]), part.P * RX, d)
+    return z, before, None if before is None else RX
+
+
+def read_chunks_backward(rule, tall, part, W, held, coef, f, e, before, RX, dz):
+    """The gradient of read_chunks -> those of part, `held`, each d and the last x; the pairs, and what they were made of.
+
+    W: the weights at which the chunks took gradients.
+    """
+    pairs, factors = memory.gradients_again(rule.memory, W, part.xk, (f, e))
+    dheld, dd = [None] * len(pairs), [None] * len(pairs)
+    dcoef = dP = dxk = dinner = da = None
+    for i, (x, d) in reversed(list(enumerate(pairs))):
+        if i:
+            rows, slope = memory.activate(rule.memory, before)
+        else:
+            rows, RX = part.xq, torch.bmm(part.xq, x.mT) if part.inner is None else part.inner
+        dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
+        dP, dRX = plus(dP, dQ * RX), dQ.mul_(part.P)
+        drows, dheld[i], more = read_carried_backward(rows, held[i], coef, tall[i], dz)
+        dcoef = plus(dcoef, more)
+        if not i and part.inner is not None:
+            dinner = dRX
+            continue
+        drows, dX = memory.add_product(drows, dRX, x), torch.bmm(dRX.mT, rows)   # RX = R X^T
+        if i:
+            da, dz = dX, memory.both(rule.memory, drows).mul_(slope)
+        else:
+            dxk = dX
+    return Part(drows, dxk, None, None, dinner, dcoef, dP, None, None), dheld, dd, da, pairs, factors
 
 
 class LinearChunks(torch.autograd.Function):
-    """All chunks of a run without Newton-Schulz, one after the other, and their gradient, from the last to the first.
+    """All chunks of a run without Newton-Schulz: they learn one after the other and are read many at a time; and their gradient.
 
     Autograd of the same lines takes twice as long and keeps more: to it each product, sum and view is a step of its own, and it
-    keeps what is cheaper to compute again. Arguments: the fields of Part, then the matrices M0, C, anchor of linear_chunk, of which
-    there are `sizes`. Returns what the last matrix reads (N, chunks, c, D), then C at the end.
+    keeps what is cheaper to compute again. Arguments: the fields of Part, then the matrices M0, C, anchor of learn_chunk, of which
+    there are `sizes`. Returns what the last matrix reads (chunks, N, c, D), then C at the end.
     """
 
     @staticmethod
     def forward(ctx, rule, whole, tall, sizes, *tensors):
         parts, M0, C, anchor = LinearChunks.sort(tensors, sizes)
         kept = []
-        y, C = linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept)
+        z, C, Cs, ctx.stretches = linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept)
         ctx.how, ctx.lengths = (rule, tall, sizes), [len(one) for one in kept]
-        ctx.save_for_backward(*tensors, *(a for one in kept for a in one))
+        ctx.save_for_backward(*tensors, *Cs, *(a for one in kept for a in one))
         ctx.set_materialize_grads(False)
-        return y, *C
+        return z, *C
 
     @staticmethod
     def sort(tensors, sizes):
@@ -530,45 +596,99 @@ class LinearChunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, *dC):
+    def backward(ctx, dz, *dC):
         (rule, tall, sizes), saved = ctx.how, iter(ctx.saved_tensors)
         parts, M0, C, anchor = LinearChunks.sort(islice(saved, len(Part._fields) + sum(sizes)), sizes)
-        pieces, grads = each(parts), Part(*(a if a is None else like(a) for a in parts))
-        kept = [tuple(islice(saved, n)) for n in ctx.lengths]
-        if dy is None:                                        # what was read is not used
-            dy = parts.v.new_zeros(len(parts.v), len(pieces), parts.coef.shape[2], parts.v.shape[-1])
+        Cs, grads = list(islice(saved, len(tall))), parts.each(empty_like)
+        kept = [list(islice(saved, n)) for n in ctx.lengths]
+        if dz is None:                                        # what was read is not used
+            dz = parts.v.new_zeros(*parts.coef.shape[:3], parts.v.shape[-1])
         if any(d is not None for d in dC):
-            dC = [torch.zeros_like(c) if d is None else d.contiguous() for c, d in zip(kept[-1], dC)]
+            dC = [torch.zeros_like(c[-1]) if d is None else d.contiguous() for c, d in zip(Cs, dC)]
         else:                                                 # nor the state at the end
             dC = []
         dM0 = [None] * len(M0)
-        for j, out in reversed(list(enumerate(each(grads)))):
-            before = list(kept[j - 1][: len(tall)]) if j else C
-            now, more, dC, danchor = linear_chunk_backward(rule, tall, pieces[j], M0, before, [] if j else anchor,
-                                                           kept[j][len(tall):], dy[:, j], dC)
-            for a, b in zip(out, now):
-                if a is not None:
-                    a.zero_() if b is None else a.copy_(b)
+        for now, one in reversed(list(zip(ctx.stretches, kept))):
+            first = not now.start
+            held = [] if first and not C else [c[now] for c in Cs]
+            more, dC, danchor = linear_backward(rule, tall, parts.each(lambda a: a[now]), grads.each(lambda a: a[now]), M0, held,
+                                                anchor if first else [], one, dz[now], dC)
             dM0 = [plus(a, b) for a, b in zip(dM0, more)]
         return None, None, None, None, *grads, *dM0, *dC, *danchor
 
 
 def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
-    """The forward pass of LinearChunks; `kept` gets what its gradient needs: C after each chunk, and more."""
-    ys = []
-    for part in each(parts):
-        y, C, saved = linear_chunk(rule, whole, tall, part, M0, C, anchor)
-        ys.append(y)
-        anchor = []
+    """The forward pass of LinearChunks; `kept` gets what the gradient needs of each stretch.
+
+    -> what is read (chunks, N, c, D), C at the end, C before each chunk and after the last (chunks + 1, N, ..), and the stretches.
+    """
+    (count, N, n, D), c, s = parts.v.shape, parts.coef.shape[2], parts.last.shape[-1]
+    cuts = stretches(count, N * n * max(w.shape[-1] for w in C or M0), not C)
+    room = 1 + (count if kept is not None else max(now.stop - now.start for now in cuts))
+    Cs = [w.new_empty(room, N, w.shape[1] if C else s * w.shape[1], w.shape[2]) for w in C or M0]
+    for a, b in zip(Cs, C):
+        a[0] = b
+    z = parts.v.new_empty(N, count, c, D).transpose(0, 1)
+    for now in cuts:
+        at = now.start if kept is not None else 0             # without a gradient to come, all stretches share the room of one
+        part, fresh, more = parts.each(lambda a: a[now]), not C, []
+        for j, one in enumerate(part.split(), at):
+            more.append(learn_chunk(rule, whole, tall, one, M0, [a[j] for a in Cs if C], anchor, [a[j + 1] for a in Cs]))
+            C, anchor = C or Cs, []                           # from here on there is something
+        held = [] if fresh else [a[at: j + 1] for a in Cs]
+        f, *more = (joined(one) for one in zip(*more))
+        part = part.each(merged)
+        if rule.memory == "linear":
+            e, *balls = more
+            pairs = [(part.xk, e)]
+        else:
+            d, e, a, *balls = more
+            pairs = [(part.xk, d), (a, e)]
+        coef = part.coef[..., s:] if fresh else part.coef
+        out, before, RX = read_chunks(rule, tall, part, pairs, with_M0(held, M0), coef)
+        z[now] = out.unflatten(0, (-1, N))
         if kept is not None:
-            kept.append((*C, *saved))
-    return torch.stack(ys, 1), C
+            kept.append((f, e, before, RX, *balls))
+        elif now.stop < count:
+            for a in Cs:
+                a[0] = a[j + 1]
+    return z, [a[j + 1].clone() for a in Cs], Cs, cuts
 
 
-def linear_run(rule, state, tokens, mix):
-    """Chunks without Newton-Schulz: all of Tokens and Mixing (B, H, chunks, ..) -> y (B, H, T, D), and the state after them."""
-    q, *tokens = tokens
-    (B, H, count, c), s = q.shape[:4], mix.end.shape[-1]
+def linear_backward(rule, tall, part, grads, M0, C, anchor, kept, dz, dafter):
+    """The gradient of one stretch of chunks: those of part are written to `grads` -> of M0, of C before the stretch, of the anchor."""
+    (f, e, before, RX, *balls), (count, N), s = kept, part.v.shape[:2], part.last.shape[-1]
+    all, held = part.each(merged), with_M0(C, M0)
+    coef = all.coef if C else all.coef[..., s:]
+    W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
+    out, dheld, dd, da, pairs, factors = read_chunks_backward(rule, tall, all, W, held, coef, f, e, before, RX, merged(dz))
+    grads.xq.copy_(out.xq.view_as(grads.xq))
+    grads.P.copy_(out.P.view_as(grads.P))
+    grads.coef.copy_(F.pad(out.coef, (all.coef.shape[-1] - coef.shape[-1], 0)).view_as(grads.coef))
+    if grads.inner is not None:
+        grads.inner.copy_(out.inner.view_as(grads.inner))
+    k = [c.shape[2] if C else 0 for c in C or dheld]
+    dM0 = [d[:, n:].unflatten(0, (count, N)).sum(0) for d, n in zip(dheld, k)] if M0 else []
+    dC = [separate(d[:, :n], count) for d, n in zip(dheld, k)]
+    cut = lambda a: separate(a, count)
+    pairs = [(cut(x), cut(d)) for x, d in pairs]
+    f, e, dx, da, factors, balls, dd = cut(f), cut(e), cut(out.xk), cut(da), *([cut(a) for a in group] for group in (factors, balls, dd))
+    at = lambda group, j: [a[j] for a in group]
+    parts, outs = part.split(), grads.split()
+    for j in reversed(range(count)):
+        now, dW = learn_chunk_backward(rule, tall, parts[j], M0, at(C, j), anchor, (f[j], e[j]), [(x[j], d[j]) for x, d in pairs],
+                                       at(factors, j), at(balls, j), dx[j], at(dd, j), da[j], at(dC, j), dafter)
+        for a, b, one in zip(outs[j], now, Part._fields):
+            if a is not None and one in ("xk", "v", "write", "last", "end"):
+                a.zero_() if b is None else a.copy_(b)
+        dM0 = [m + w for m, w in zip(dM0, dW)]
+        dafter = at(dC, j)
+    return dM0, dafter if C else [], dW if anchor else []
+
+
+def linear_run(rule, state, tokens, mix, B):
+    """Chunks without Newton-Schulz: all of Tokens and Mixing (chunks, N, ..) -> what the last matrix reads (chunks, N, c, D), the state after."""
+    count, c, s = len(tokens.v), mix.coef.shape[2], mix.last.shape[-1]
     groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
     tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])
     M0, W, S, anchor = (lay(group, tall, B) for group in groups)
@@ -577,15 +697,14 @@ def linear_run(rule, state, tokens, mix):
         anchor = []
     if M0:
         mix = mix._replace(coef=F.pad(mix.coef, (0, 1), value=1.0))
-    parts = Part(*(None if a is None else a.flatten(0, 1) for a in (*tokens, *mix[:4])))
+    parts = Part(*tokens, mix.coef, mix.P, mix.last, mix.end)
     how = rule, (state.pos + c) % rule.chunk == 0, tall
     if torch.is_grad_enabled():
         z, *C = LinearChunks.apply(*how, (len(M0), len(C), len(anchor)), *parts, *M0, *C, *anchor)
     else:
-        z, C = linear_chunks(*how, parts, M0, C, anchor)
+        z, C, *_ = linear_chunks(*how, parts, M0, C, anchor)
     W, S = (memory.unpack(unlay([rows_of(a, s, j) for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
-    y = memory.output(rule.memory, z.unflatten(0, (B, H)), q, rule.norm).flatten(2, 3)
-    return y, advance(rule, state, W, S, (), count * c)
+    return z, advance(rule, state, W, S, (), count * c)
 
 
 def omega(rule, phi, q, k, v, gates, state):
@@ -606,17 +725,23 @@ def omega(rule, phi, q, k, v, gates, state):
     ys, t = [], 0
     for length, count in cuts(T, state.pos, rule.chunk):      # the rest of a chunk in progress; whole chunks; a chunk begun
         now, seen = slice(t, t + length * count), slice(t, t + length * count + w - 1)
-        fold = lambda a: a[:, :, now].unflatten(2, (count, length))                               # (B, H, chunks, c, ..)
-        look = lambda a: Overlapping.apply(a[:, :, seen], length, length + w - 1)                # (B, H, chunks, n, ..)
+        fold = lambda a: by_chunk(a[:, :, now].unflatten(2, (count, length)))                     # (chunks, N, c, ..)
+        look = lambda a: by_chunk(Overlapping.apply(a[:, :, seen], length, length + w - 1))      # (chunks, N, n, ..)
         cq, ck, cv = fold(q), look(ks), look(targets)
         cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (fold(xq), look(xk))
-        inner = None if rule.muon_every else phi.inner(cq, ck)
-        tokens = Tokens(cq, cxq, cxk, cv, None if write_xk is None else look(write_xk), inner)
+        inner = phi.inner(cq, ck) if phi.kind in ("monomial", "exp") and not rule.muon_every else None
+        tokens = Tokens(cxq, cxk, cv, None if write_xk is None else look(write_xk), inner)
         mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), state.pos)
-        y, state = (muon_run if rule.muon_every else linear_run)(rule, state, tokens, mix)
-        ys.append(y)
+        z, state = (muon_run if rule.muon_every else linear_run)(rule, state, tokens, mix, len(q))
+        z = z.unflatten(1, (len(q), -1)).movedim(0, 2).flatten(2, 3)                              # (B, H, T, D)
+        ys.append(memory.output(rule.memory, z, q[:, :, now], rule.norm))
         t = now.stop
     return torch.cat(ys, 2), state
+
+
+def by_chunk(a):
+    """(B, H, chunks, ..) -> (chunks, N, ..)"""
+    return a.movedim(2, 0).flatten(1, 2)
 
 
 class Overlapping(torch.autograd.Function):
@@ -636,7 +761,7 @@ class Overlapping(torch.autograd.Function):
         return da.flatten(2, 3)[:, :, : (N - 1) * ctx.length + n], None, None
 
 
-COMPILED = "mixing", "linear_chunk", "linear_chunk_backward", "muon_chunk"
+COMPILED = "mixing", "learn_chunk", "learn_chunk_backward", "read_chunks", "read_chunks_backward", "muon_chunk"
 
 
 def compile_chunks(**options):
@@ -647,8 +772,8 @@ def compile_chunks(**options):
 
 
 def chunks(a):
-    """(N, chunks, n, E) as tensors (N, n, E); the gradient will lie in memory as it does."""
-    return [c.mT for c in a.mT.unbind(1)] if memory.feature_major(a) else a.unbind(1)
+    """(chunks, N, n, E) as tensors (N, n, E); the gradient will lie in memory as it does."""
+    return [c.mT for c in a.mT.unbind(0)] if memory.feature_major(a) else a.unbind(0)
 
 
 def cuts(T, pos, chunk):
@@ -669,21 +794,20 @@ def firsts(rule):
     return 2 if rule.memory == "gated" else 1
 
 
-def muon_run(rule, state, tokens, mix):
+def muon_run(rule, state, tokens, mix, B):
     """Chunks with Newton-Schulz, one after the other; arguments and returns of linear_run."""
-    B, H, count, c = tokens.q.shape[:4]
+    count, c = tokens.xq.shape[0], tokens.xq.shape[2]
     tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
     M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
     if state.zero:
         W, S, anchor = [], [], []
-    rows, ys, n = [None if a is None else chunks(a.flatten(0, 1)) for a in (*tokens, *mix)], [], len(tokens)
+    rows, zs, n = [None if a is None else chunks(a) for a in (*tokens, *mix)], [], len(tokens)
     for j in range(count):
         one = [None if a is None else a[j] for a in rows]
         z, W, S, O = muon_chunk(rule, state.pos, tall, Tokens(*one[:n]), Mixing(*one[n:]), M0, W, S, O, W if j else anchor)
-        ys.append(z)
+        zs.append(z)
     W, S, O = (tuple(unlay(group, tall, B)) for group in (W, S, O))
-    y = memory.output(rule.memory, torch.stack(ys, 1).unflatten(0, (B, H)), tokens.q, rule.norm).flatten(2, 3)
-    return y, advance(rule, state, W, S if state.S else (), O, count * c)
+    return torch.stack(zs), advance(rule, state, W, S if state.S else (), O, count * c)
 
 
 def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
@@ -691,7 +815,7 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
 
     All are (N, ..), N = B H, matrices as `lay` has them; lists that are empty stand for zeros.
     """
-    (_, xq, xk, v, hot, _), (N, c, _) = tokens, tokens.xq.shape
+    (xq, xk, v, hot, _), (N, c, _) = tokens, tokens.xq.shape
     blocks, m = mix.coef.shape[1:3]
     front, back = padding(pos, c, rule.muon_every)
     pairs = muon_pairs(rule, tall, M0, anchor, xk, v)
@@ -718,7 +842,8 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
         end.append(after.unbind(1)[-1])
     coef = mix.coef if W or blocks > 1 else mix.coef[..., 1:]
     if M0:
-        C, coef = with_M0(C, [m.repeat_interleave(blocks, 0) for m in M0]), F.pad(coef, (0, 1), value=1.0)
+        C = [torch.cat([w, m.repeat_interleave(blocks, 0)], 1) for w, m in zip(C, M0)]
+        coef = F.pad(coef, (0, 1), value=1.0)
 
     def read(i, R):
         R_of = F.pad(R, (0, 0, front, back)) if front or back else R
