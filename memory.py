@@ -121,17 +121,19 @@ def gradients(kind, loss_kind, W, x, v, norm):
     """The gradient of every token's loss at fixed weights W, as one rank-one pair a matrix: dl/dW[i] = a^T d.
 
     W as `pack` gives it, x (..., n, E), v (..., n, D) as `target` gives it -> for each of W (a (..., n, in), d (..., n, out)): the rows
-    that enter the matrix and the error signals that leave it; and what it takes to have the pairs again: what the last matrix produces,
-    if its gradient needs it, and the last error. This is backpropagation written out; tests compare it with autograd of `loss`.
+    that enter the matrix and the error signals that leave it; and what it takes to have the pairs again: x W[0] of a deep memory, if that
+    is less than x; what the last matrix produces, if its gradient needs it; the last error. This is backpropagation written out; tests
+    compare it with autograd of `loss`.
     """
     z = product(x, W[0])
     if kind == "linear":
         e = error(loss_kind, z, v)
-        return [(x, e)], (z if loss_kind in ("huber", "lp") else None, e)
+        return [(x, e)], (None, z if loss_kind in ("huber", "lp") else None, e)
     a, slope = activate(kind, z)
     f = mm(a, W[1])
     e = output_error(loss_kind, f, v, norm)
-    return [(x, both(kind, mm(e, W[1].mT)).mul_(slope)), (a, e)], (f if norm or loss_kind in ("huber", "lp") else None, e)
+    f, z = f if norm or loss_kind in ("huber", "lp") else None, z if z.shape[-1] < x.shape[-1] else None
+    return [(x, both(kind, mm(e, W[1].mT)).mul_(slope)), (a, e)], (z, f, e)
 
 
 def target(kind, loss_kind, r, v):
@@ -141,10 +143,10 @@ def target(kind, loss_kind, r, v):
 
 def gradients_again(kind, W, x, saved):
     """The pairs once more from what `gradients` left, which takes no longer than to fetch them from memory; and their factors."""
-    _, e = saved
+    z, _, e = saved
     if kind == "linear":
         return [(x, e)], ()
-    z = product(x, W[0])
+    z = product(x, W[0]) if z is None else z
     a, slope = activate(kind, z)
     g = mm(e, W[1].mT)
     return [(x, slope * both(kind, g)), (a, e)], (z, slope, g)
@@ -156,7 +158,7 @@ def gradients_backward(kind, loss_kind, W, v, norm, saved, pairs, factors, dd, d
     Both are written to.
     -> the gradient of each of W as a list of rank-one pairs; dz, where dz W[0]^T is the gradient of x; dv.
     """
-    (f, _), (x, _) = saved, pairs[0]
+    (_, f, _), (x, _) = saved, pairs[0]
     if kind == "linear":
         dz, dv = error_backward(loss_kind, dd[0], f, v)
         return [[(x, dz)]], dz, dv
@@ -270,8 +272,8 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dpairs):
-        (kind, loss_kind, norm), (x, v, f, e, *W) = ctx.how, ctx.saved_tensors
-        saved = f, e
+        (kind, loss_kind, norm), (x, v, z, f, e, *W) = ctx.how, ctx.saved_tensors
+        saved = z, f, e
         pairs, factors = gradients_again(kind, W, x, saved)
         first, *rest = dpairs
         rest = [d.clone() for d in rest]                      # they are written to

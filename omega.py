@@ -301,17 +301,19 @@ def read_carried(R, C, coef, tall):
     """r_t (keepprod_t W + u_t S + M0) for all rows r_t of R (N, c, in) -> (N, c, out), with s matrices in C, as many numbers a row in coef.
 
     C (N, s k, wide) holds W, below it S, M0, transposed if they are `tall` (`lay`): k is their narrow side, the one that is scaled.
+    Also returns what its gradient needs of that, or None.
     """
     if not tall:
-        return torch.bmm(scaled(R, coef), C)
-    return combined(memory.product(R, C.mT), coef)
+        return torch.bmm(scaled(R, coef), C), None
+    reads = memory.product(R, C.mT)
+    return combined(reads, coef), reads
 
 
-def read_carried_backward(R, C, coef, tall, dz):
+def read_carried_backward(R, C, coef, tall, reads, dz):
     """-> dR, dC, dcoef."""
     if tall:
         dreads = scaled(dz, coef)
-        return memory.transposed_product(dreads, C.mT, R), torch.bmm(dreads.mT, R), dots(memory.product(R, C.mT), dz)
+        return memory.transposed_product(dreads, C.mT, R), torch.bmm(dreads.mT, R), dots(reads, dz)
     dscaled = torch.bmm(dz, C.mT)
     return combined(dscaled, coef), torch.bmm(scaled(R, coef).mT, dz), dots(dscaled, R)
 
@@ -331,17 +333,19 @@ def write_backward(X, D, last, tall, dC):
 
 
 class Read(torch.autograd.Function):
-    """read_carried as a step of autograd's, which keeps R, C and coef alone."""
+    """read_carried as a step of autograd's."""
 
     @staticmethod
     def forward(ctx, R, C, coef, tall):
+        z, reads = read_carried(R, C, coef, tall)
         ctx.tall = tall
-        ctx.save_for_backward(R, C, coef)
-        return read_carried(R, C, coef, tall)
+        ctx.save_for_backward(R, C, coef, reads)
+        return z
 
     @staticmethod
     def backward(ctx, dz):
-        return *read_carried_backward(*ctx.saved_tensors, ctx.tall, dz), None
+        R, C, coef, reads = ctx.saved_tensors
+        return *read_carried_backward(R, C, coef, ctx.tall, reads, dz), None
 
 
 class Write(torch.autograd.Function):
@@ -482,11 +486,12 @@ def learn_chunk(rule, whole, tall, part, M0, C, anchor, after):
     """One chunk (or a part of one) learns without Newton-Schulz, and what it carries is written to `after`.
 
     Matrices are as `lay` has them, C as in read_carried; M0, C and the anchor are empty where they are zero, zero, and the W of C.
-    -> for its gradient, for each pair (x_i, d_i) the d, then for all but the first the x; and what bounds each matrix.
+    -> for its gradient, what memory.gradients saves, for each pair (x_i, d_i) the d, then for all but the first the x; and what bounds
+    each matrix.
     """
     s = part.last.shape[-1]
     W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
-    pairs, (f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)
+    pairs, (z, f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)
     balls = []
     for i, ((x, d), end) in enumerate(zip(pairs, after)):
         write(x if i or part.write is None else part.write, d, part.last, tall[i], end)
@@ -495,7 +500,7 @@ def learn_chunk(rule, whole, tall, part, M0, C, anchor, after):
         if whole and rule.ball:
             balls.append(ball_factors(rule, rows_of(end, s, 0), tall[i], 1 if i else firsts(rule)))
             rows_of(end, s, 0).mul_(balls[i])
-    return f, *(d for _, d in pairs), *(x for x, _ in pairs[1:]), *balls
+    return z, f, *(d for _, d in pairs), *(x for x, _ in pairs[1:]), *balls
 
 
 def learn_chunk_backward(rule, tall, part, M0, C, anchor, saved, pairs, factors, balls, dx, dd, da, dC, dafter):
@@ -532,23 +537,25 @@ def learn_chunk_backward(rule, tall, part, M0, C, anchor, saved, pairs, factors,
 def read_chunks(rule, tall, part, pairs, held, coef):
     """What all tokens read, at their own W_t: r_t W_t = r_t (keepprod_t W + u_t S + M0) + (P o R X^T) D, of any number of chunks (N, ..).
 
-    -> what the last matrix reads (N, c, D), what the others read and R X^T for the last one (None for a linear memory).
+    -> what the last matrix reads (N, c, D); for the gradient, what the others read and R X^T for the last one (or None, for a linear
+    memory), and that of read_carried.
     """
-    rows, RX, z, before = part.xq, part.inner, None, None
+    rows, RX, z, before, reads = part.xq, part.inner, None, None, [None] * len(pairs)
     for i, (x, d) in enumerate(pairs):
         if i:                                                                    # what the others read is what the last one reads for
             before, rows, RX = z, memory.hidden(rule.memory, z), None
         RX = torch.bmm(rows, x.mT) if RX is None else RX
-        z = memory.add_product(read_carried(rows, held[i], coef, tall[i]), part.P * RX, d)
-    return z, before, None if before is None else RX
+        z, reads[i] = read_carried(rows, held[i], coef, tall[i])
+        z = memory.add_product(z, part.P * RX, d)
+    return z, before, None if before is None else RX, *reads
 
 
-def read_chunks_backward(rule, tall, part, W, held, coef, f, e, before, RX, dz):
+def read_chunks_backward(rule, tall, part, W, held, coef, saved, before, RX, reads, dz):
     """The gradient of read_chunks -> those of part, `held`, each d and the last x; the pairs, and what they were made of.
 
     W: the weights at which the chunks took gradients.
     """
-    pairs, factors = memory.gradients_again(rule.memory, W, part.xk, (f, e))
+    pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
     dheld, dd = [None] * len(pairs), [None] * len(pairs)
     dcoef = dP = dxk = dinner = da = None
     for i, (x, d) in reversed(list(enumerate(pairs))):
@@ -558,7 +565,7 @@ def read_chunks_backward(rule, tall, part, W, held, coef, f, e, before, RX, dz):
             rows, RX = part.xq, torch.bmm(part.xq, x.mT) if part.inner is None else part.inner
         dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
         dP, dRX = plus(dP, dQ * RX), dQ.mul_(part.P)
-        drows, dheld[i], more = read_carried_backward(rows, held[i], coef, tall[i], dz)
+        drows, dheld[i], more = read_carried_backward(rows, held[i], coef, tall[i], reads[i], dz)
         dcoef = plus(dcoef, more)
         if not i and part.inner is not None:
             dinner = dRX
@@ -628,7 +635,7 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
     Cs = [w.new_empty(room, N, w.shape[1] if C else s * w.shape[1], w.shape[2]) for w in C or M0]
     for a, b in zip(Cs, C):
         a[0] = b
-    z = parts.v.new_empty(N, count, c, D).transpose(0, 1)
+    y = parts.v.new_empty(N, count, c, D).transpose(0, 1)
     for now in cuts:
         at = now.start if kept is not None else 0             # without a gradient to come, all stretches share the room of one
         part, fresh, more = parts.each(lambda a: a[now]), not C, []
@@ -636,7 +643,7 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
             more.append(learn_chunk(rule, whole, tall, one, M0, [a[j] for a in Cs if C], anchor, [a[j + 1] for a in Cs]))
             C, anchor = C or Cs, []                           # from here on there is something
         held = [] if fresh else [a[at: j + 1] for a in Cs]
-        f, *more = (joined(one) for one in zip(*more))
+        z, f, *more = (joined(one) for one in zip(*more))
         part = part.each(merged)
         if rule.memory == "linear":
             e, *balls = more
@@ -645,23 +652,24 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
             d, e, a, *balls = more
             pairs = [(part.xk, d), (a, e)]
         coef = part.coef[..., s:] if fresh else part.coef
-        out, before, RX = read_chunks(rule, tall, part, pairs, with_M0(held, M0), coef)
-        z[now] = out.unflatten(0, (-1, N))
+        out, *reads = read_chunks(rule, tall, part, pairs, with_M0(held, M0), coef)
+        y[now] = out.unflatten(0, (-1, N))
         if kept is not None:
-            kept.append((f, e, before, RX, *balls))
+            kept.append((z, f, e, *reads, *balls))
         elif now.stop < count:
             for a in Cs:
                 a[0] = a[j + 1]
-    return z, [a[j + 1].clone() for a in Cs], Cs, cuts
+    return y, [a[j + 1].clone() for a in Cs], Cs, cuts
 
 
 def linear_backward(rule, tall, part, grads, M0, C, anchor, kept, dz, dafter):
     """The gradient of one stretch of chunks: those of part are written to `grads` -> of M0, of C before the stretch, of the anchor."""
-    (f, e, before, RX, *balls), (count, N), s = kept, part.v.shape[:2], part.last.shape[-1]
+    (count, N), s, (z, f, e, before, RX, *reads) = part.v.shape[:2], part.last.shape[-1], kept
+    reads, balls = reads[:len(tall)], reads[len(tall):]
     all, held = part.each(merged), with_M0(C, M0)
     coef = all.coef if C else all.coef[..., s:]
     W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
-    out, dheld, dd, da, pairs, factors = read_chunks_backward(rule, tall, all, W, held, coef, f, e, before, RX, merged(dz))
+    out, dheld, dd, da, pairs, factors = read_chunks_backward(rule, tall, all, W, held, coef, (z, f, e), before, RX, reads, merged(dz))
     grads.xq.copy_(out.xq.view_as(grads.xq))
     grads.P.copy_(out.P.view_as(grads.P))
     grads.coef.copy_(F.pad(out.coef, (all.coef.shape[-1] - coef.shape[-1], 0)).view_as(grads.coef))
@@ -672,11 +680,11 @@ def linear_backward(rule, tall, part, grads, M0, C, anchor, kept, dz, dafter):
     dC = [separate(d[:, :n], count) for d, n in zip(dheld, k)]
     cut = lambda a: separate(a, count)
     pairs = [(cut(x), cut(d)) for x, d in pairs]
-    f, e, dx, da, factors, balls, dd = cut(f), cut(e), cut(out.xk), cut(da), *([cut(a) for a in group] for group in (factors, balls, dd))
+    z, f, e, dx, da, factors, balls, dd = cut(z), cut(f), cut(e), cut(out.xk), cut(da), *([cut(a) for a in group] for group in (factors, balls, dd))
     at = lambda group, j: [a[j] for a in group]
     parts, outs = part.split(), grads.split()
     for j in reversed(range(count)):
-        now, dW = learn_chunk_backward(rule, tall, parts[j], M0, at(C, j), anchor, (f[j], e[j]), [(x[j], d[j]) for x, d in pairs],
+        now, dW = learn_chunk_backward(rule, tall, parts[j], M0, at(C, j), anchor, (z[j], f[j], e[j]), [(x[j], d[j]) for x, d in pairs],
                                        at(factors, j), at(balls, j), dx[j], at(dd, j), da[j], at(dC, j), dafter)
         for a, b, one in zip(outs[j], now, Part._fields):
             if a is not None and one in ("xk", "v", "write", "last", "end"):
