@@ -129,11 +129,11 @@ def gradients(kind, loss_kind, W, x, v, norm):
     if kind == "linear":
         e = error(loss_kind, z, v)
         return [(x, e)], (None, z if loss_kind in ("huber", "lp") else None, e)
-    a, slope = activate(kind, z)
+    a = hidden(kind, z)
     f = mm(a, W[1])
     e = output_error(loss_kind, f, v, norm)
-    f, z = f if norm or loss_kind in ("huber", "lp") else None, z if z.shape[-1] < x.shape[-1] else None
-    return [(x, both(kind, mm(e, W[1].mT)).mul_(slope)), (a, e)], (z, f, e)
+    d = hidden_backward(kind, z, mm(e, W[1].mT))
+    return [(x, d), (a, e)], (z if z.shape[-1] < x.shape[-1] else None, f if norm or loss_kind in ("huber", "lp") else None, e)
 
 
 def target(kind, loss_kind, r, v):
@@ -142,14 +142,22 @@ def target(kind, loss_kind, r, v):
 
 
 def gradients_again(kind, W, x, saved):
-    """The pairs once more from what `gradients` left, which takes no longer than to fetch them from memory; and their factors."""
+    """The pairs once more from what `gradients` left, which takes no longer than to fetch them from memory.
+
+    Also slope and bend, which all of gradients_backward that does not depend on gradients comes down to.
+    """
     z, _, e = saved
     if kind == "linear":
         return [(x, e)], ()
     z = product(x, W[0]) if z is None else z
-    a, slope = activate(kind, z)
-    g = mm(e, W[1].mT)
-    return [(x, slope * both(kind, g)), (a, e)], (z, slope, g)
+    g = mm(e, W[1].mT)                                        # d = slope * g
+    if kind == "mlp":
+        a, slope, curvature = gelu(z)
+        return [(x, slope * g), (a, e)], (slope, curvature.mul_(g))
+    z, u = z.chunk(2, -1)
+    h, slope, curvature = gelu(z)
+    slopes = torch.cat([slope * u, h], -1)
+    return [(x, slopes * both(kind, g)), (h * u, e)], (slopes, torch.cat([curvature * u * g, slope * g], -1))
 
 
 def gradients_backward(kind, loss_kind, W, v, norm, saved, pairs, factors, dd, da):
@@ -162,10 +170,10 @@ def gradients_backward(kind, loss_kind, W, v, norm, saved, pairs, factors, dd, d
     if kind == "linear":
         dz, dv = error_backward(loss_kind, dd[0], f, v)
         return [[(x, dz)]], dz, dv
-    (a, e), (z, slope, g) = pairs[1], factors
-    dg = fold(kind, dd[0] * slope)                            # of g = e W[1]^T; d[0] = slope * g
+    (a, e), (slope, bend) = pairs[1], factors
+    dg = fold(kind, dd[0] * slope)                            # of g = e W[1]^T
     df, dv = output_error_backward(loss_kind, add_product(dd[1], dg, W[1]), f, v, norm)
-    dz = activate_backward(kind, z, slope, add_product(da, df, W[1].mT), dd[0] * both(kind, g))
+    dz = bent(kind, dd[0], bend).addcmul_(both(kind, add_product(da, df, W[1].mT)), slope)
     return [[(x, dz)], [(dg, e), (a, df)]], dz, dv
 
 
@@ -208,7 +216,26 @@ def output_error_backward(loss_kind, de, f, v, norm):
 
 def hidden(kind, z):
     """The rows that enter the last matrix, for z = x W[0]."""
-    return F.gelu(z) if kind == "mlp" else F.gelu(z.chunk(2, -1)[0]) * z.chunk(2, -1)[1]
+    if kind == "mlp":
+        return F.gelu(z)
+    z, u = z.chunk(2, -1)
+    return F.gelu(z).mul_(u)
+
+
+def hidden_backward(kind, z, da):
+    """The gradient of z, for that of these rows."""
+    if kind == "mlp":
+        return torch.ops.aten.gelu_backward(da, z)
+    z, u = z.chunk(2, -1)
+    return torch.cat([torch.ops.aten.gelu_backward(da * u, z), F.gelu(z).mul_(da)], -1)
+
+
+def bent(kind, d, bend):
+    """What the slope of these rows changes by, times g, when z moves by d."""
+    if kind == "mlp":
+        return d * bend
+    (d1, d2), (p, r) = d.chunk(2, -1), bend.chunk(2, -1)
+    return torch.cat([d1 * p + d2 * r, d1 * r], -1)
 
 
 def outer(pairs, flip=False):
@@ -218,24 +245,6 @@ def outer(pairs, flip=False):
     for x, d in pairs[1:]:
         y = add_product(y, x.mT, d)
     return y
-
-
-def activate(kind, z):
-    """These rows, and their slope in z."""
-    if kind == "mlp":
-        return gelu(z)
-    z, g = z.chunk(2, -1)
-    h, slope = gelu(z)
-    return h * g, torch.cat([g * slope, h], -1)
-
-
-def activate_backward(kind, z, slope, da, dslope):
-    """The gradient of z, for those of the rows and of their slope."""
-    if kind == "mlp":
-        return gelu_curvature(z).mul_(dslope).addcmul_(da, slope)
-    (z, g), (d1, d2) = z.chunk(2, -1), dslope.chunk(2, -1)
-    slope1 = gelu(z)[1]
-    return torch.cat([d1 * g * gelu_curvature(z) + d2 * slope1, d1 * slope1], -1) + both(kind, da) * slope
 
 
 def both(kind, g):
@@ -249,15 +258,10 @@ def fold(kind, d):
 
 
 def gelu(z):
-    """gelu(z) = z Phi(z), and its slope Phi + z pdf."""
-    return F.gelu(z), torch.ops.aten.gelu_backward(torch.ones_like(z), z)
-
-
-def gelu_curvature(z):
-    """gelu'' = (2 - z^2) pdf."""
+    """gelu(z) = z Phi(z); its slope Phi + z pdf; its curvature (2 - z^2) pdf."""
     square = z * z
     pdf = (square * -0.5).exp_().mul_((2 * torch.pi) ** -0.5)
-    return square.neg_().add_(2).mul_(pdf)
+    return F.gelu(z), torch.ops.aten.gelu_backward(torch.ones_like(z), z), square.neg_().add_(2).mul_(pdf)
 
 
 class Gradients(torch.autograd.Function):

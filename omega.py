@@ -165,13 +165,14 @@ class Mixing(NamedTuple):
     """Everything in the formulas above that depends on the gates alone, for one chunk of c tokens and n pairs (as in Tokens)."""
     # without Newton-Schulz     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i,   S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
     # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1, W, without momentum
-    coef: torch.Tensor | None = None                          # (..., c, s)  keepprod and u = -A diag(step) momprod
+    coef: torch.Tensor | None = None                          # (..., c, s, 1)  keepprod and u = -A diag(step) momprod
     P: torch.Tensor | None = None                             # (..., c, n)  -A diag(step) G
-    last: torch.Tensor | None = None                          # (..., n, s)  the last rows of P and G
-    end: torch.Tensor | None = None                           # (..., 2 s - 1)  the last keepprod, momprod, u
+    last: torch.Tensor | None = None                          # (..., n, s, 1)  the last rows of P and G
+    ends: torch.Tensor | None = None                          # (..., s, 1, 1)  the last keepprod and momprod
+    across: torch.Tensor | None = None                        # (..., 1, 1)  the last u
     # with Newton-Schulz, in blocks of m tokens (or one block of c <= m)     W_t = since_t W_j + own_t O_j     W_j before block j, W_0 the first
-    # coef is (..., blocks, m, 2): keep from the block's first token to t (since), minus the sum of A[t, n] step_n over n <= t in the block (own)
-    # end is (..., blocks, 1 + blocks): the shares of W_0 and of O_0 .. in the W after each block
+    # coef is (..., blocks, m, 2, 1): keep from the block's first token to t (since), minus the sum of A[t, n] step_n over n <= t in the block (own)
+    shares: torch.Tensor | None = None                        # (..., blocks, 1 + blocks)  of W_0 and of O_0 .. in the W after each block
     G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } at the tokens at which it is refreshed,
     momprod: torch.Tensor | None = None                       # (..., r, 1)               } and the last
 
@@ -247,11 +248,11 @@ def mixing(rule, gates, pos):
         keepprod, minus_step = products(gates.keep), -gates.step[..., None]
         if gates.momentum is None:
             P, P_last = recur(gates.keep, band(minus_step * gates.gate))
-            return Mixing(keepprod, P, P_last[..., None], keepprod[..., -1, :])
+            return Mixing(keepprod[..., None], P, P_last[..., None, None], keepprod[..., -1:, :, None])
         momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, band(gates.gate))      # Eq 33, 39
         (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
-        end = torch.cat([keepprod[..., -1, :], momprod[..., -1, :], u_last], -1)
-        return Mixing(torch.cat([keepprod, u], -1), P, torch.stack([P_last, G_last], -1), end)
+        coef, last = torch.stack([keepprod, u], -2), torch.stack([P_last, G_last], -1)[..., None]
+        return Mixing(coef, P, last, torch.cat([keepprod[..., -1:, :], momprod[..., -1:, :]], -2)[..., None], u_last[..., None])
     rows = refreshed(pos, c, m) + [c - 1]
     if gates.momentum is None:
         momprod, G = None, band(gates.gate)[..., rows, :]
@@ -263,8 +264,8 @@ def mixing(rule, gates, pos):
     keep, minus_step = (F.pad(a, fill, value=x).unflatten(-1, (blocks, -1)) for a, x in ((gates.keep, 1.0), (-gates.step, 0.0)))
     own, own_last = recur(keep, minus_step[..., None])
     kept, A = decay(log(keep).sum(-1))
-    end = torch.cat([kept, A * own_last.mT], -1)
-    return Mixing(torch.cat([products(keep), own], -1), end=end, G=G, momprod=momprod)
+    shares = torch.cat([kept, A * own_last.mT], -1)
+    return Mixing(torch.stack([products(keep), own], -2), shares=shares, G=G, momprod=momprod)
 
 
 def refreshed(pos, length, every):
@@ -279,22 +280,22 @@ def padding(pos, length, every):
 
 
 def scaled(a, coef):
-    """Rows a (N, n, k), their numbers coef (N, n, s) -> (N, n, s k): a row times the first of its numbers, then times the next."""
-    return (coef[..., None] * a[..., None, :]).flatten(-2)
+    """Rows a (N, n, k), their numbers coef (N, n, s, 1) -> (N, n, s k): a row times the first of its numbers, then times the next."""
+    return (coef * a[:, :, None]).flatten(2)
 
 
-def combined(t, coef):
-    """t (N, n, s k) -> (N, n, k): the first k of a row times the first of its numbers, plus the next k times the next."""
-    t, coef = t.split(t.shape[-1] // coef.shape[-1], -1), coef.split(1, -1)
-    y = t[0] * coef[0]
+def combined(t, coef, plus=None):
+    """t (N, n, s k) -> (N, n, k): the first k of a row times the first of its numbers, plus the next k times the next, plus `plus`."""
+    t, coef = t.unflatten(2, (coef.shape[2], -1)).unbind(2), coef.unbind(2)
+    y = t[0] * coef[0] if plus is None else plus.addcmul_(t[0], coef[0])
     for i in range(1, len(t)):
         y = y.addcmul_(t[i], coef[i])
     return y
 
 
 def dots(t, a):
-    """t (N, n, s k), a (N, n, k) -> (N, n, s): the gradient of coef in `scaled` and in `combined`."""
-    return (t.view(*a.shape[:2], -1, a.shape[-1]) * a[..., None, :]).sum(-1)
+    """t (N, n, s k), a (N, n, k) -> (N, n, s, 1): the gradient of coef in `scaled` and in `combined`."""
+    return (t.view(*a.shape[:2], -1, a.shape[2]) * a[:, :, None]).sum(-1, keepdim=True)
 
 
 def read_carried(R, C, coef, tall):
@@ -372,7 +373,8 @@ class Part(NamedTuple):
     coef: torch.Tensor
     P: torch.Tensor
     last: torch.Tensor
-    end: torch.Tensor
+    ends: torch.Tensor
+    across: torch.Tensor | None
 
     def each(self, f):
         return Part(*(None if a is None else f(a) for a in self))
@@ -398,9 +400,13 @@ def joined(tensors):
     return tensors[0] if len(tensors) == 1 or tensors[0] is None else torch.cat(tensors)
 
 
-def separate(a, count):
-    """(chunks N, ..) -> `count` tensors (N, ..)."""
-    return (None,) * count if a is None else a.unflatten(0, (count, -1)).unbind(0)
+def separate(tree, count):
+    """(chunks N, ..) -> `count` tensors (N, ..); of a tuple of such, `count` tuples."""
+    if tree is None:
+        return [None] * count
+    if isinstance(tree, torch.Tensor):
+        return tree.unflatten(0, (count, -1)).unbind(0)
+    return list(zip(*(separate(a, count) for a in tree))) if tree else [()] * count
 
 
 def stretches(count, rows, alone):
@@ -435,31 +441,18 @@ def gradient_point(tall, M0, W):
     return [turn(w, t).flatten(0, -3) for w, t in zip(both, tall)]
 
 
-def rows_of(C, s, j):
-    """W (j = 0) or S (j = 1) of C (.., s k, wide), which holds s matrices."""
-    k = C.shape[-2] // s
-    return C[..., j * k: (j + 1) * k, :]
+def carry(to, C, ends, across):
+    """to += keepprod W + u S, and momprod S, for C (N, s, k, wide) with W and S, or W alone, and the last of these numbers."""
+    to.addcmul_(C, ends)
+    if across is not None:
+        to[:, 0].addcmul_(C[:, 1], across)
 
 
-def carry(end, C, by):
-    """end += (keepprod W + u S, momprod S), for C with W above S, or with W alone; by (N, 2 s - 1) holds keepprod, momprod, u."""
-    s = by.shape[-1] // 2 + 1
-    end, C = end.unflatten(1, (s, -1)), C.unflatten(1, (s, -1))
-    end.addcmul_(C, by[:, :s, None, None])
-    if s == 2:
-        end[:, 0].addcmul_(C[:, 1], by[:, 2, None, None])
-
-
-def carry_backward(dend, C, by, dC):
-    """Adds to dC -> dby."""
-    s = by.shape[-1] // 2 + 1
-    dend, C, dC = (a.unflatten(1, (s, -1)) for a in (dend, C, dC))
-    dC.addcmul_(dend, by[:, :s, None, None])
-    dby = (dend * C).sum((-2, -1))
-    if s == 2:
-        dC[:, 1].addcmul_(dend[:, 0], by[:, 2, None, None])
-        dby = torch.cat([dby, (dend[:, 0] * C[:, 1]).sum((-2, -1))[:, None]], 1)
-    return dby
+def carry_backward(dto, dC, ends, across):
+    """Adds to dC what it gets through carry."""
+    dC.addcmul_(dto, ends)
+    if across is not None:
+        dC[:, 1].addcmul_(dto[:, 0], across)
 
 
 def ball_factors(rule, W, tall, count):
@@ -476,62 +469,84 @@ def plus(a, b):
 
 
 def with_M0(C, M0):
-    """What the chunks read: W, S and M0, whose coefficient is 1, (chunks N, ..); what is zero is left out. C (chunks, N, ..), M0 (N, ..)."""
+    """What the chunks read: W, S and M0, whose coefficient is 1; what is zero is left out.
+
+    C (chunks, N, s, k, wide), M0 (N, k, wide) -> (chunks N, (s + 1) k, wide)
+    """
     if C and M0:
-        C = [torch.cat([c, m.expand(len(c), *m.shape)], 2) for c, m in zip(C, M0)]
-    return [merged(c) for c in C] if C else M0
+        C = [torch.cat([c, m[:, None].expand(len(c), -1, -1, -1, -1)], 2) for c, m in zip(C, M0)]
+    return [merged(c).flatten(1, 2) for c in C] if C else M0
 
 
 def learn_chunk(rule, whole, tall, part, M0, C, anchor, after):
     """One chunk (or a part of one) learns without Newton-Schulz, and what it carries is written to `after`.
 
-    Matrices are as `lay` has them, C as in read_carried; M0, C and the anchor are empty where they are zero, zero, and the W of C.
+    Matrices are as `lay` has them, W and S of each as C (N, s, k, wide), and so `after`; M0, C and the anchor are empty where they are
+    zero, zero, and the W of C.
     -> for its gradient, what memory.gradients saves, for each pair (x_i, d_i) the d, then for all but the first the x; and what bounds
     each matrix.
     """
-    s = part.last.shape[-1]
-    W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
+    W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
     pairs, (z, f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)
     balls = []
     for i, ((x, d), end) in enumerate(zip(pairs, after)):
-        write(x if i or part.write is None else part.write, d, part.last, tall[i], end)
+        write(x if i or part.write is None else part.write, d, part.last, tall[i], end.flatten(1, 2))
         if C:
-            carry(end, C[i], part.end)                        # the last W_t and S_t
+            carry(end, C[i], part.ends, part.across)
         if whole and rule.ball:
-            balls.append(ball_factors(rule, rows_of(end, s, 0), tall[i], 1 if i else firsts(rule)))
-            rows_of(end, s, 0).mul_(balls[i])
+            balls.append(ball_factors(rule, end[:, 0], tall[i], 1 if i else firsts(rule)))
+            end[:, 0].mul_(balls[i])
     return z, f, *(d for _, d in pairs), *(x for x, _ in pairs[1:]), *balls
 
 
-def learn_chunk_backward(rule, tall, part, M0, C, anchor, saved, pairs, factors, balls, dx, dd, da, dC, dafter):
-    """The gradient of learn_chunk, for those of what it carries on (dafter, or []) and for what reading says of its keys, its d, its last
-    x and C (dx or None, dd, da, dC), to which this adds -> the gradient of part, and of the weights at which it took gradients.
+def learn_chunk_backward(rule, tall, part, W, carried, saved, writes, pairs, factors, rows, balls, dd, da, dC, dafter):
+    """The part of learn_chunk's gradient that goes from chunk to chunk: from what it carries on (dafter, or ()) to C.
+
+    dC, dd, da: what reading has said of C, of each d, and of the x of the last pair, to which this adds. `writes` holds the x of
+    `write`, and `rows` what it makes of the narrow side. W: the weights at which it took gradients, `carried` if they are C's.
+    -> gradients of v, of W, and dz, where dz W^T is part of that of its keys; the products of `dafter` that come up.
     """
-    s, dwrite, dlast, dend = part.last.shape[-1], None, None, None
-    for i, (x, d) in enumerate(pairs if dafter else []):
-        end = dafter[i]
+    reads = []
+    for i, (x, end) in enumerate(zip(writes, dafter)):
         if balls:
-            end = end.clone()
-            rows_of(end, s, 0).mul_(balls[i])
-        if C:
-            dend = plus(dend, carry_backward(end, C[i], part.end, dC[i]))
-        dX, dD, more = write_backward(x if i or part.write is None else part.write, d, part.last, tall[i], end)
-        dd[i].add_(dD)
-        dlast = plus(dlast, more)
-        if i:
-            da.add_(dX)
-        elif part.write is None:
-            dx = dX if dx is None else dx.add_(dX)
+            end[:, 0].mul_(balls[i])
+        if dC:
+            carry_backward(end, dC[i], part.ends, part.across)
+        end = end.flatten(1, 2)
+        if tall[i]:
+            reads.append(memory.product(x, end.mT))
+            combined(reads[-1], part.last, dd[i])
+            if i:
+                memory.add_product(da, rows[i], end)
         else:
-            dwrite = dX
-    W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
+            memory.add_product(dd[i], rows[i], end)
+            if i:
+                reads.append(memory.product(pairs[i][1], end.mT))
+                combined(reads[-1], part.last, da)
     dW, dz, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.v, rule.norm, saved, pairs, factors, dd, da)
     dW = [memory.outer(group, t) for group, t in zip(dW, tall)]
-    if C and not anchor:
+    if carried:
         for c, w in zip(dC, dW):
-            rows_of(c, s, 0).add_(w)
-    dxk = memory.transposed_product(dz, W[0], part.xk, dx)
-    return Part(None, dxk, dv, dwrite, None, None, None, dlast, dend), dW
+            c[:, 0].add_(w)
+    return dv, dW, dz, reads
+
+
+def write_rest_backward(tall, part, C, writes, pairs, rows, reads, dafter):
+    """The rest of it, for any number of chunks at once -> gradients of the x of the first `write`, and of last, ends, across."""
+    dlast = dends = dacross = None
+    for i, (x, (_, d), end) in enumerate(zip(writes, pairs, dafter)):
+        if C:
+            dends = plus(dends, (end * C[i]).sum((-2, -1), keepdim=True))
+            if part.across is not None:
+                dacross = plus(dacross, (end[:, 0] * C[i][:, 1]).sum((-2, -1), keepdim=True))
+        end = end.flatten(1, 2)
+        if not i and not tall[i]:
+            reads = (memory.product(d, end.mT), *reads)
+            dx = combined(reads[0], part.last)
+        elif not i:
+            dx = memory.transposed_product(rows[0], end.mT, x)
+        dlast = plus(dlast, dots(reads[i], d if tall[i] else x))
+    return dx, dlast, dends, dacross
 
 
 def read_chunks(rule, tall, part, pairs, held, coef):
@@ -560,7 +575,7 @@ def read_chunks_backward(rule, tall, part, W, held, coef, saved, before, RX, rea
     dcoef = dP = dxk = dinner = da = None
     for i, (x, d) in reversed(list(enumerate(pairs))):
         if i:
-            rows, slope = memory.activate(rule.memory, before)
+            rows = memory.hidden(rule.memory, before)
         else:
             rows, RX = part.xq, torch.bmm(part.xq, x.mT) if part.inner is None else part.inner
         dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
@@ -572,10 +587,10 @@ def read_chunks_backward(rule, tall, part, W, held, coef, saved, before, RX, rea
             continue
         drows, dX = memory.add_product(drows, dRX, x), torch.bmm(dRX.mT, rows)   # RX = R X^T
         if i:
-            da, dz = dX, memory.both(rule.memory, drows).mul_(slope)
+            da, dz = dX, memory.hidden_backward(rule.memory, before, drows)
         else:
             dxk = dX
-    return Part(drows, dxk, None, None, dinner, dcoef, dP, None, None), dheld, dd, da, pairs, factors
+    return Part(drows, dxk, None, None, dinner, dcoef, dP, None, None, None), dheld, dd, da, pairs, factors
 
 
 class LinearChunks(torch.autograd.Function):
@@ -590,11 +605,11 @@ class LinearChunks(torch.autograd.Function):
     def forward(ctx, rule, whole, tall, sizes, *tensors):
         parts, M0, C, anchor = LinearChunks.sort(tensors, sizes)
         kept = []
-        z, C, Cs, ctx.stretches = linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept)
+        y, C, Cs, ctx.stretches = linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept)
         ctx.how, ctx.lengths = (rule, tall, sizes), [len(one) for one in kept]
         ctx.save_for_backward(*tensors, *Cs, *(a for one in kept for a in one))
         ctx.set_materialize_grads(False)
-        return z, *C
+        return y, *C
 
     @staticmethod
     def sort(tensors, sizes):
@@ -603,25 +618,24 @@ class LinearChunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dz, *dC):
+    def backward(ctx, dy, *dC):
         (rule, tall, sizes), saved = ctx.how, iter(ctx.saved_tensors)
         parts, M0, C, anchor = LinearChunks.sort(islice(saved, len(Part._fields) + sum(sizes)), sizes)
         Cs, grads = list(islice(saved, len(tall))), parts.each(empty_like)
         kept = [list(islice(saved, n)) for n in ctx.lengths]
-        if dz is None:                                        # what was read is not used
-            dz = parts.v.new_zeros(*parts.coef.shape[:3], parts.v.shape[-1])
-        if any(d is not None for d in dC):
-            dC = [torch.zeros_like(c[-1]) if d is None else d.contiguous() for c, d in zip(Cs, dC)]
-        else:                                                 # nor the state at the end
-            dC = []
+        if dy is None:                                        # what was read is not used
+            dy = parts.v.new_zeros(*parts.P.shape[:3], parts.v.shape[-1])
+        dafter = ()
+        if any(d is not None for d in dC):                    # the state at the end is
+            dafter = [torch.zeros_like(c[-1]) if d is None else d.clone() for c, d in zip(Cs, dC)]
         dM0 = [None] * len(M0)
         for now, one in reversed(list(zip(ctx.stretches, kept))):
-            first = not now.start
-            held = [] if first and not C else [c[now] for c in Cs]
-            more, dC, danchor = linear_backward(rule, tall, parts.each(lambda a: a[now]), grads.each(lambda a: a[now]), M0, held,
-                                                anchor if first else [], one, dz[now], dC)
+            part, grad, first = parts.each(lambda a: a[now]), grads.each(lambda a: a[now]), not now.start
+            before = [] if first and not C else [c[now] for c in Cs]
+            more, dafter, danchor = linear_backward(
+                rule, tall, part, grad, M0, before, anchor if first else [], one, dy[now], dafter)
             dM0 = [plus(a, b) for a, b in zip(dM0, more)]
-        return None, None, None, None, *grads, *dM0, *dC, *danchor
+        return None, None, None, None, *grads, *dM0, *dafter, *danchor
 
 
 def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
@@ -629,20 +643,19 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
 
     -> what is read (chunks, N, c, D), C at the end, C before each chunk and after the last (chunks + 1, N, ..), and the stretches.
     """
-    (count, N, n, D), c, s = parts.v.shape, parts.coef.shape[2], parts.last.shape[-1]
+    (count, N, n, D), c, s = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2]
     cuts = stretches(count, N * n * max(w.shape[-1] for w in C or M0), not C)
     room = 1 + (count if kept is not None else max(now.stop - now.start for now in cuts))
-    Cs = [w.new_empty(room, N, w.shape[1] if C else s * w.shape[1], w.shape[2]) for w in C or M0]
+    Cs = [w.new_empty(room, N, s, *w.shape[-2:]) for w in C or M0]
     for a, b in zip(Cs, C):
         a[0] = b
     y = parts.v.new_empty(N, count, c, D).transpose(0, 1)
     for now in cuts:
         at = now.start if kept is not None else 0             # without a gradient to come, all stretches share the room of one
-        part, fresh, more = parts.each(lambda a: a[now]), not C, []
-        for j, one in enumerate(part.split(), at):
-            more.append(learn_chunk(rule, whole, tall, one, M0, [a[j] for a in Cs if C], anchor, [a[j + 1] for a in Cs]))
+        part, fresh, more, slots = parts.each(lambda a: a[now]), not C, [], list(zip(*(a[at:].unbind(0) for a in Cs)))
+        for j, one in enumerate(part.split()):
+            more.append(learn_chunk(rule, whole, tall, one, M0, slots[j] if C else [], anchor, slots[j + 1]))
             C, anchor = C or Cs, []                           # from here on there is something
-        held = [] if fresh else [a[at: j + 1] for a in Cs]
         z, f, *more = (joined(one) for one in zip(*more))
         part = part.each(merged)
         if rule.memory == "linear":
@@ -651,67 +664,80 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
         else:
             d, e, a, *balls = more
             pairs = [(part.xk, d), (a, e)]
-        coef = part.coef[..., s:] if fresh else part.coef
-        out, *reads = read_chunks(rule, tall, part, pairs, with_M0(held, M0), coef)
+        held = with_M0([] if fresh else [a[at: at + j + 1] for a in Cs], M0)
+        out, *reads = read_chunks(rule, tall, part, pairs, held, part.coef[:, :, s:] if fresh else part.coef)
         y[now] = out.unflatten(0, (-1, N))
         if kept is not None:
             kept.append((z, f, e, *reads, *balls))
         elif now.stop < count:
             for a in Cs:
                 a[0] = a[j + 1]
-    return y, [a[j + 1].clone() for a in Cs], Cs, cuts
+    return y, [c.clone() for c in slots[j + 1]], Cs, cuts
 
 
-def linear_backward(rule, tall, part, grads, M0, C, anchor, kept, dz, dafter):
+def linear_backward(rule, tall, part, grads, M0, C, anchor, kept, dy, dafter):
     """The gradient of one stretch of chunks: those of part are written to `grads` -> of M0, of C before the stretch, of the anchor."""
-    (count, N), s, (z, f, e, before, RX, *reads) = part.v.shape[:2], part.last.shape[-1], kept
-    reads, balls = reads[:len(tall)], reads[len(tall):]
-    all, held = part.each(merged), with_M0(C, M0)
-    coef = all.coef if C else all.coef[..., s:]
-    W = gradient_point(tall, M0, anchor or [rows_of(c, s, 0) for c in C])
-    out, dheld, dd, da, pairs, factors = read_chunks_backward(rule, tall, all, W, held, coef, (z, f, e), before, RX, reads, merged(dz))
-    grads.xq.copy_(out.xq.view_as(grads.xq))
-    grads.P.copy_(out.P.view_as(grads.P))
-    grads.coef.copy_(F.pad(out.coef, (all.coef.shape[-1] - coef.shape[-1], 0)).view_as(grads.coef))
-    if grads.inner is not None:
-        grads.inner.copy_(out.inner.view_as(grads.inner))
-    k = [c.shape[2] if C else 0 for c in C or dheld]
-    dM0 = [d[:, n:].unflatten(0, (count, N)).sum(0) for d, n in zip(dheld, k)] if M0 else []
-    dC = [separate(d[:, :n], count) for d, n in zip(dheld, k)]
-    cut = lambda a: separate(a, count)
-    pairs = [(cut(x), cut(d)) for x, d in pairs]
-    z, f, e, dx, da, factors, balls, dd = cut(z), cut(f), cut(e), cut(out.xk), cut(da), *([cut(a) for a in group] for group in (factors, balls, dd))
-    at = lambda group, j: [a[j] for a in group]
-    parts, outs = part.split(), grads.split()
+    (count, N), s, (z, f, e, before, RX, *reads) = part.v.shape[:2], part.ends.shape[2], kept
+    reads, balls, saved, all = reads[:len(tall)], reads[len(tall):], (z, f, e), part.each(merged)
+    coef = all.coef if C else all.coef[:, :, s:]
+    W = gradient_point(tall, M0, anchor or [c[:, :, 0] for c in C])
+    out, dheld, dd, da, pairs, factors = read_chunks_backward(
+        rule, tall, all, W, with_M0(C, M0), coef, saved, before, RX, reads, merged(dy))
+    put(grads, xq=out.xq, inner=out.inner, P=out.P, coef=F.pad(out.coef, (0, 0, all.coef.shape[2] - coef.shape[2], 0)))
+    dheld = [d.unflatten(1, (coef.shape[2], -1)).unflatten(0, (count, N)) for d in dheld]
+    dM0 = [d[:, :, -1].sum(0) for d in dheld] if M0 else []
+    dC = list(zip(*(d[:, :, :s].unbind(0) for d in dheld))) if C else [()] * count
+
+    writes = [x if i or all.write is None else all.write for i, (x, _) in enumerate(pairs)]
+    rows = [scaled(d if t else x, all.last) for x, (_, d), t in zip(writes, pairs, tall)]
+    many = separate((W, saved, writes, pairs, factors, rows, balls, dd, da), count)
+    if count > 1 and not dafter:
+        dafter = [torch.zeros_like(c[0]) for c in C]
+    parts, outs, rest = part.split(), grads.split(), []
     for j in reversed(range(count)):
-        now, dW = learn_chunk_backward(rule, tall, parts[j], M0, at(C, j), anchor, (z[j], f[j], e[j]), [(x[j], d[j]) for x, d in pairs],
-                                       at(factors, j), at(balls, j), dx[j], at(dd, j), da[j], at(dC, j), dafter)
-        for a, b, one in zip(outs[j], now, Part._fields):
-            if a is not None and one in ("xk", "v", "write", "last", "end"):
-                a.zero_() if b is None else a.copy_(b)
+        at, *one = many[j]
+        dv, dW, *more = learn_chunk_backward(rule, tall, parts[j], at, bool(C and not anchor), *one, dC[j], dafter)
+        outs[j].v.copy_(dv)
         dM0 = [m + w for m, w in zip(dM0, dW)]
-        dafter = at(dC, j)
-    return dM0, dafter if C else [], dW if anchor else []
+        rest.append((*more, dafter))
+        dafter = dC[j]
+    dz, reads, last = zip(*reversed(rest))
+    dz, reads, last = joined(dz), [joined(a) for a in zip(*reads)], [joined(a) for a in zip(*last)]
+    dx, dlast, dends, dacross = write_rest_backward(tall, all, [merged(c) for c in C], writes, pairs, rows, reads, last) if last else [None] * 4
+    if all.write is None and dx is not None:
+        dx, dwrite = dx if out.xk is None else dx.add_(out.xk), None
+    else:
+        dx, dwrite = out.xk, dx
+    put(grads, xk=memory.transposed_product(dz, W[0], all.xk, dx), write=dwrite, last=dlast, ends=dends, across=dacross)
+    return dM0, dafter, dW if anchor else []
+
+
+def put(grads, **fields):
+    """Writes (chunks N, ..) to the (chunks, N, ..) of a Part, or zeros for None."""
+    for name, value in fields.items():
+        to = getattr(grads, name)
+        if to is not None:
+            to.zero_() if value is None else to.copy_(value.view_as(to))
 
 
 def linear_run(rule, state, tokens, mix, B):
     """Chunks without Newton-Schulz: all of Tokens and Mixing (chunks, N, ..) -> what the last matrix reads (chunks, N, c, D), the state after."""
-    count, c, s = len(tokens.v), mix.coef.shape[2], mix.last.shape[-1]
+    count, c, s = len(tokens.v), mix.coef.shape[2], mix.ends.shape[2]
     groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
     tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])
     M0, W, S, anchor = (lay(group, tall, B) for group in groups)
-    C = [] if state.zero else [torch.cat(ws, 1) for ws in zip(*([W, S] if S else [W]))]
+    C = [] if state.zero else [torch.stack(ws, 1) for ws in zip(*([W, S] if S else [W]))]
     if state.zero or not state.pos:                           # the anchor is W
         anchor = []
     if M0:
-        mix = mix._replace(coef=F.pad(mix.coef, (0, 1), value=1.0))
-    parts = Part(*tokens, mix.coef, mix.P, mix.last, mix.end)
+        mix = mix._replace(coef=F.pad(mix.coef, (0, 0, 0, 1), value=1.0))
+    parts = Part(*tokens, *mix[:5])
     how = rule, (state.pos + c) % rule.chunk == 0, tall
     if torch.is_grad_enabled():
         z, *C = LinearChunks.apply(*how, (len(M0), len(C), len(anchor)), *parts, *M0, *C, *anchor)
     else:
         z, C, *_ = linear_chunks(*how, parts, M0, C, anchor)
-    W, S = (memory.unpack(unlay([rows_of(a, s, j) for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
+    W, S = (memory.unpack(unlay([a[:, j] for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
     return z, advance(rule, state, W, S, (), count * c)
 
 
@@ -769,7 +795,8 @@ class Overlapping(torch.autograd.Function):
         return da.flatten(2, 3)[:, :, : (N - 1) * ctx.length + n], None, None
 
 
-COMPILED = "mixing", "learn_chunk", "learn_chunk_backward", "read_chunks", "read_chunks_backward", "muon_chunk"
+COMPILED = ("mixing", "learn_chunk", "learn_chunk_backward", "write_rest_backward", "read_chunks", "read_chunks_backward",
+            "muon_chunk")
 
 
 def compile_chunks(**options):
@@ -824,12 +851,12 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
     All are (N, ..), N = B H, matrices as `lay` has them; lists that are empty stand for zeros.
     """
     (xq, xk, v, hot, _), (N, c, _) = tokens, tokens.xq.shape
-    blocks, m = mix.coef.shape[1:3]
+    blocks, m = mix.coef.shape[1:3]                           # coef (N, blocks, m, 2, 1)
     front, back = padding(pos, c, rule.muon_every)
     pairs = muon_pairs(rule, tall, M0, anchor, xk, v)
     rows = []                                                 # of each S, at the rows of mix.G: (N, r, k, wide)
     for i, (a, d) in enumerate(pairs):
-        s = Write.apply(hot if a is xk and hot is not None else a, d, mix.G.mT, tall[i])      # all rows in one product
+        s = Write.apply(hot if a is xk and hot is not None else a, d, mix.G.mT[..., None], tall[i])      # all rows in one product
         k, wide = s.shape[1] // mix.G.shape[1], s.shape[2]
         if S and mix.momprod is not None:
             s = torch.baddbmm(s.view(N, -1, k * wide), mix.momprod, S[i].flatten(1)[:, None])
@@ -842,16 +869,16 @@ def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
     C, end = [], []                                           # W and O of each block, and W after the last
     for i, o in enumerate(new):
         WO = torch.cat([W[i][:, None], o], 1) if W else o
-        after = torch.bmm(mix.end[..., -WO.shape[1]:], WO.flatten(2)).view(o.shape)
+        after = torch.bmm(mix.shares[..., -WO.shape[1]:], WO.flatten(2)).view(o.shape)
         if blocks > 1:
             before = torch.cat([W[i][:, None] if W else torch.zeros_like(o[:, :1]), after[:, :-1]], 1)
             WO = torch.stack([before, o], 2).flatten(0, 1)
         C.append(WO.flatten(1, 2))
         end.append(after.unbind(1)[-1])
-    coef = mix.coef if W or blocks > 1 else mix.coef[..., 1:]
+    coef = mix.coef if W or blocks > 1 else mix.coef[..., 1:, :]
     if M0:
         C = [torch.cat([w, m.repeat_interleave(blocks, 0)], 1) for w, m in zip(C, M0)]
-        coef = F.pad(coef, (0, 1), value=1.0)
+        coef = F.pad(coef, (0, 0, 0, 1), value=1.0)
 
     def read(i, R):
         R_of = F.pad(R, (0, 0, front, back)) if front or back else R
