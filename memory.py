@@ -43,13 +43,16 @@ def apply(kind, read, x, r, norm=False):
     x (..., T, E), residual r (..., T, D) -> (..., T, D). With `read = lambda i, a: a @ W[i]` all rows see the same W; the chunk
     form of omega.py reads row t at W_t without ever forming W_t. `norm` puts a layer norm before the residual  (choice 11).
     """
+    return output(kind, answer(kind, read, x), r, norm)
+
+
+def answer(kind, read, x):
+    """What the last matrix of the memory reads."""
     if kind == "linear":
         return read(0, x)
     if kind == "mlp":
-        f = read(1, F.gelu(read(0, x)))                                          # Eq 42
-    else:
-        f = read(2, F.gelu(read(0, x)) * read(1, x))                             # Eq 43
-    return output(kind, f, r, norm)
+        return read(1, F.gelu(read(0, x)))                                       # Eq 42
+    return read(2, F.gelu(read(0, x)) * read(1, x))                              # Eq 43
 
 
 def output(kind, f, r, norm=False):

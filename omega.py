@@ -629,11 +629,12 @@ class LinearChunks(torch.autograd.Function):
         if any(d is not None for d in dC):                    # the state at the end is
             dafter = [torch.zeros_like(c[-1]) if d is None else d.clone() for c, d in zip(Cs, dC)]
         dM0 = [None] * len(M0)
+        ones = parts.split()
         for now, one in reversed(list(zip(ctx.stretches, kept))):
             part, grad, first = parts.each(lambda a: a[now]), grads.each(lambda a: a[now]), not now.start
             before = [] if first and not C else [c[now] for c in Cs]
             more, dafter, danchor = linear_backward(
-                rule, tall, part, grad, M0, before, anchor if first else [], one, dy[now], dafter)
+                rule, tall, part, ones[now], grad, M0, before, anchor if first else [], one, dy[now], dafter)
             dM0 = [plus(a, b) for a, b in zip(dM0, more)]
         return None, None, None, None, *grads, *dM0, *dafter, *danchor
 
@@ -649,11 +650,11 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
     Cs = [w.new_empty(room, N, s, *w.shape[-2:]) for w in C or M0]
     for a, b in zip(Cs, C):
         a[0] = b
-    y = parts.v.new_empty(N, count, c, D).transpose(0, 1)
+    y, ones = parts.v.new_empty(N, count, c, D).transpose(0, 1), parts.split()
     for now in cuts:
         at = now.start if kept is not None else 0             # without a gradient to come, all stretches share the room of one
         part, fresh, more, slots = parts.each(lambda a: a[now]), not C, [], list(zip(*(a[at:].unbind(0) for a in Cs)))
-        for j, one in enumerate(part.split()):
+        for j, one in enumerate(ones[now]):
             more.append(learn_chunk(rule, whole, tall, one, M0, slots[j] if C else [], anchor, slots[j + 1]))
             C, anchor = C or Cs, []                           # from here on there is something
         z, f, *more = (joined(one) for one in zip(*more))
@@ -675,8 +676,8 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
     return y, [c.clone() for c in slots[j + 1]], Cs, cuts
 
 
-def linear_backward(rule, tall, part, grads, M0, C, anchor, kept, dy, dafter):
-    """The gradient of one stretch of chunks: those of part are written to `grads` -> of M0, of C before the stretch, of the anchor."""
+def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, dafter):
+    """The gradient of one stretch of chunks (part, one by one in ones) -> of M0, of C before it, of the anchor; to `grads` those of part."""
     (count, N), s, (z, f, e, before, RX, *reads) = part.v.shape[:2], part.ends.shape[2], kept
     reads, balls, saved, all = reads[:len(tall)], reads[len(tall):], (z, f, e), part.each(merged)
     coef = all.coef if C else all.coef[:, :, s:]
@@ -693,11 +694,11 @@ def linear_backward(rule, tall, part, grads, M0, C, anchor, kept, dy, dafter):
     many = separate((W, saved, writes, pairs, factors, rows, balls, dd, da), count)
     if count > 1 and not dafter:
         dafter = [torch.zeros_like(c[0]) for c in C]
-    parts, outs, rest = part.split(), grads.split(), []
+    dvs, rest = grads.v.unbind(0), []
     for j in reversed(range(count)):
         at, *one = many[j]
-        dv, dW, *more = learn_chunk_backward(rule, tall, parts[j], at, bool(C and not anchor), *one, dC[j], dafter)
-        outs[j].v.copy_(dv)
+        dv, dW, *more = learn_chunk_backward(rule, tall, ones[j], at, bool(C and not anchor), *one, dC[j], dafter)
+        dvs[j].copy_(dv)
         dM0 = [m + w for m, w in zip(dM0, dW)]
         rest.append((*more, dafter))
         dafter = dC[j]
@@ -796,7 +797,7 @@ class Overlapping(torch.autograd.Function):
 
 
 COMPILED = ("mixing", "learn_chunk", "learn_chunk_backward", "write_rest_backward", "read_chunks", "read_chunks_backward",
-            "muon_chunk")
+            "muon_learn", "muon_read")
 
 
 def compile_chunks(**options):
@@ -806,9 +807,11 @@ def compile_chunks(**options):
         globals()[name] = torch.compile(getattr(f, "_torchdynamo_orig_callable", f), **options)
 
 
-def chunks(a):
-    """(chunks, N, n, E) as tensors (N, n, E); the gradient will lie in memory as it does."""
-    return [c.mT for c in a.mT.unbind(0)] if memory.feature_major(a) else a.unbind(0)
+def pieces(a, sizes):
+    """(chunks, N, n, E) -> `sizes` chunks of it at a time, (chunks N, n, E); the gradient will lie in memory as it does."""
+    if a is None:
+        return [None] * len(sizes)
+    return [merged(c.mT) for c in a.mT.split(sizes)] if memory.feature_major(a) else [merged(c) for c in a.split(sizes)]
 
 
 def cuts(T, pos, chunk):
@@ -830,68 +833,75 @@ def firsts(rule):
 
 
 def muon_run(rule, state, tokens, mix, B):
-    """Chunks with Newton-Schulz, one after the other; arguments and returns of linear_run."""
-    count, c = tokens.xq.shape[0], tokens.xq.shape[2]
+    """Chunks with Newton-Schulz learn one after the other and are read many at a time; arguments and returns of linear_run."""
+    count, N, n, _ = tokens.xk.shape
     tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
     M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
+    rows = N * n * max(max(w.shape[-2:]) for w in state.W)
     if state.zero:
         W, S, anchor = [], [], []
-    rows, zs, n = [None if a is None else chunks(a) for a in (*tokens, *mix)], [], len(tokens)
-    for j in range(count):
-        one = [None if a is None else a[j] for a in rows]
-        z, W, S, O = muon_chunk(rule, state.pos, tall, Tokens(*one[:n]), Mixing(*one[n:]), M0, W, S, O, W if j else anchor)
-        zs.append(z)
+    sizes = [now.stop - now.start for now in stretches(count, rows, state.zero)]
+    ones = zip(*(pieces(a, [1] * count) for a in (tokens.xk, tokens.v, tokens.write, mix.shares, mix.G, mix.momprod)))
+    ys = []
+    for size, xq, coef in zip(sizes, pieces(tokens.xq, sizes), pieces(mix.coef, sizes)):
+        C, fresh = [], not W
+        for one in islice(ones, size):
+            held, W, S, O = muon_learn(rule, state.pos, tokens.xq.shape[2], tall, *one, M0, W, S, O, anchor)
+            C.append(held)
+            anchor = W
+        ys.append(muon_read(rule, state.pos, tall, M0, [joined(c) for c in zip(*C)], xq, coef, fresh).unflatten(0, (size, N)))
     W, S, O = (tuple(unlay(group, tall, B)) for group in (W, S, O))
-    return torch.stack(zs), advance(rule, state, W, S if state.S else (), O, count * c)
+    return joined(ys), advance(rule, state, W, S if state.S else (), O, count * tokens.xq.shape[2])
 
 
-def muon_chunk(rule, pos, tall, tokens, mix, M0, W, S, O, anchor):
-    """One chunk (or a part of one) with Newton-Schulz every `muon_every` tokens -> what the last matrix reads (N, c, D), W, S, O after it.
+def muon_learn(rule, pos, c, tall, xk, v, hot, shares, G, momprod, M0, W, S, O, anchor):
+    """One chunk (or a part of one, of c tokens) learns, with Newton-Schulz every `muon_every` tokens.
 
-    All are (N, ..), N = B H, matrices as `lay` has them; lists that are empty stand for zeros.
+    All are (N, ..), matrices as `lay` has them; lists that are empty stand for zeros.
+    -> W_j and O_j of its blocks j, one below the other, (N blocks, 2 k, wide), or without a W_0 that is zero; W, S, O after it.
     """
-    (xq, xk, v, hot, _), (N, c, _) = tokens, tokens.xq.shape
-    blocks, m = mix.coef.shape[1:3]                           # coef (N, blocks, m, 2, 1)
-    front, back = padding(pos, c, rule.muon_every)
-    pairs = muon_pairs(rule, tall, M0, anchor, xk, v)
-    rows = []                                                 # of each S, at the rows of mix.G: (N, r, k, wide)
-    for i, (a, d) in enumerate(pairs):
-        s = Write.apply(hot if a is xk and hot is not None else a, d, mix.G.mT[..., None], tall[i])      # all rows in one product
-        k, wide = s.shape[1] // mix.G.shape[1], s.shape[2]
-        if S and mix.momprod is not None:
-            s = torch.baddbmm(s.view(N, -1, k * wide), mix.momprod, S[i].flatten(1)[:, None])
-        rows.append(s.view(N, -1, k, wide))
-    new, rows = zip(*(s.split([s.shape[1] - 1, 1], 1) for s in rows))             # where it is refreshed, and the last
-    if new[0].shape[1]:
+    N, r, blocks = len(xk), G.shape[1], shares.shape[1]
+    rows = []                                                 # of each S, at the rows of G: (N, r, k, wide)
+    for i, (a, d) in enumerate(muon_pairs(rule, tall, M0, anchor, xk, v)):
+        s = Write.apply(hot if a is xk and hot is not None else a, d, G.mT[..., None], tall[i])      # all rows in one product
+        s = s.unflatten(1, (r, -1))
+        rows.append(torch.addcmul(s, momprod[..., None], S[i][:, None]) if S and momprod is not None else s)
+    new, rows = zip(*(s.split([r - 1, 1], 1) for s in rows))  # where it is refreshed, and the last
+    if r > 1:
         new = newton_schulz(new, *rule.newton_schulz)
     if pos % rule.muon_every:                                 # a block in progress goes on with the O it has
         new = tuple(torch.cat([old[:, None], o], 1) for old, o in zip(O, new))
-    C, end = [], []                                           # W and O of each block, and W after the last
+    held, end = [], []                                        # W after the last block
     for i, o in enumerate(new):
         WO = torch.cat([W[i][:, None], o], 1) if W else o
-        after = torch.bmm(mix.shares[..., -WO.shape[1]:], WO.flatten(2)).view(o.shape)
-        if blocks > 1:
+        if blocks == 1:                                       # no work for a product
+            after = shares[..., -1:, None] * o
+            after = torch.addcmul(after, shares[..., :1, None], W[i][:, None]) if W else after
+        else:
+            after = torch.bmm(shares[..., -WO.shape[1]:], WO.flatten(2)).view(o.shape)
             before = torch.cat([W[i][:, None] if W else torch.zeros_like(o[:, :1]), after[:, :-1]], 1)
             WO = torch.stack([before, o], 2).flatten(0, 1)
-        C.append(WO.flatten(1, 2))
+        held.append(WO.flatten(1, 2))
         end.append(after.unbind(1)[-1])
-    coef = mix.coef if W or blocks > 1 else mix.coef[..., 1:, :]
+    ended = (pos + c) % rule.chunk == 0
+    return held, rule.bound(end) if ended else end, [s[:, 0] for s in rows], [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
+
+
+def muon_read(rule, pos, tall, M0, C, xq, coef, fresh):
+    """What all tokens of any number of chunks read, xq (N, c, E), block by block; C of muon_learn -> (N, c, D)."""
+    (N, c, _), (_, blocks, m, *_) = xq.shape, coef.shape
+    front, back = padding(pos, c, rule.muon_every)
+    coef = coef.flatten(0, 1)[:, :, int(fresh and blocks == 1):]
     if M0:
-        C = [torch.cat([w, m.repeat_interleave(blocks, 0)], 1) for w, m in zip(C, M0)]
+        C = [torch.cat([w, m0.repeat(N // len(m0), 1, 1).repeat_interleave(blocks, 0)], 1) for w, m0 in zip(C, M0)]
         coef = F.pad(coef, (0, 0, 0, 1), value=1.0)
 
     def read(i, R):
         R_of = F.pad(R, (0, 0, front, back)) if front or back else R
-        z = Read.apply(R_of.reshape(N * blocks, m, R.shape[2]), C[i], coef.flatten(0, 1), tall[i])
+        z = Read.apply(R_of.reshape(N * blocks, m, R.shape[2]), C[i], coef, tall[i])
         return z.view(N, blocks * m, -1)[:, front: front + c]
 
-    z = read(0, xq)
-    if len(pairs) == 2:
-        z = read(1, F.gelu(z))
-    elif len(pairs) == 3:
-        z = read(2, F.gelu(z) * read(1, xq))
-    end = rule.bound(end) if (pos + c) % rule.chunk == 0 else end
-    return z, end, [s[:, 0] for s in rows], [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
+    return memory.answer(rule.memory, read, xq)
 
 
 def muon_pairs(rule, tall, M0, anchor, xk, v):
