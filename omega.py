@@ -340,12 +340,14 @@ class Read(torch.autograd.Function):
     def forward(ctx, R, C, coef, tall):
         z, reads = read_carried(R, C, coef, tall)
         ctx.tall = tall
-        ctx.save_for_backward(R, C, coef, reads)
+        ctx.save_for_backward(R, C, coef, reads if tall and reads.shape[-1] < R.shape[-1] else None)
         return z
 
     @staticmethod
     def backward(ctx, dz):
         R, C, coef, reads = ctx.saved_tensors
+        if ctx.tall and reads is None:                        # as much as R: again takes no longer
+            reads = memory.product(R, C.mT)
         return *read_carried_backward(R, C, coef, ctx.tall, reads, dz), None
 
 
@@ -409,16 +411,17 @@ def separate(tree, count):
     return list(zip(*(separate(a, count) for a in tree))) if tree else [()] * count
 
 
-def stretches(count, rows, alone):
-    """`count` chunks as slices of as many as it pays to read together: each has `rows` numbers; the first one may have to be alone.
+AT_ONCE = 100_000
 
-    They share the calls of some hundred operations, but what a CPU has just written should be in its cache when it reads it.
+
+def stretches(count, numbers, alone):
+    """`count` chunks of which each makes temporaries of so many numbers, as slices of those to be read together.
+
+    Together they share the calls of some fifty operations, but what a CPU has written should be in its cache when it is read, and not
+    take memory. The first chunk is by itself if it has to be `alone`.
     """
-    size, first = max(1, AT_ONCE // rows), int(alone)
+    size, first = max(1, AT_ONCE // numbers), int(alone)
     return [slice(0, 1)] * first + [slice(j, min(j + size, count)) for j in range(first, count, size)]
-
-
-AT_ONCE = 2**17
 
 
 def turn(a, tall):
@@ -837,10 +840,10 @@ def muon_run(rule, state, tokens, mix, B):
     count, N, n, _ = tokens.xk.shape
     tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
     M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
-    rows = N * n * max(max(w.shape[-2:]) for w in state.W)
+    numbers = 2 * N * n * max(max(w.shape[-2:]) for w in state.W)                # autograd holds more of them
     if state.zero:
         W, S, anchor = [], [], []
-    sizes = [now.stop - now.start for now in stretches(count, rows, state.zero)]
+    sizes = [now.stop - now.start for now in stretches(count, numbers, state.zero)]
     ones = zip(*(pieces(a, [1] * count) for a in (tokens.xk, tokens.v, tokens.write, mix.shares, mix.G, mix.momprod)))
     ys = []
     for size, xq, coef in zip(sizes, pieces(tokens.xq, sizes), pieces(mix.coef, sizes)):
