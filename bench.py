@@ -601,6 +601,7 @@ def parse(argv):
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="[auto: cuda if there is one]")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"),
         help="of autocast; auto: float32 on a CPU, as in train.py on a GPU [auto]")
+    add("--matmul", default="highest", choices=train.MATMUL, help="as in train.py [highest]")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads; one carries over between machines [1]")
     add("--json", metavar="FILE", help="write the JSON there, too")
@@ -617,6 +618,7 @@ def run(args):
         raise UserError(f"--json {args.json}: there is no such folder; make it first")
     device = train.pick_device(args.device)
     torch.set_num_threads(args.threads)
+    torch.set_float32_matmul_precision(args.matmul)
     torch.manual_seed(0)
     compile = device.type == "cuda" if args.compile is None else args.compile
     if compile:
@@ -624,7 +626,7 @@ def run(args):
     dtype = torch.float32 if args.dtype == "auto" and device.type == "cpu" else train.pick_dtype(args.dtype, device)
     names = args.model or list(models.PRESETS)
     bench = Bench(device, dtype, compile, args.quick, names)
-    about = dict(machine(device), dtype=str(dtype)[6:], compiled=compile, clock=clock_name(device))
+    about = dict(machine(device), dtype=str(dtype)[6:], matmul=args.matmul, compiled=compile, clock=clock_name(device))
     print("  ".join(f"{name} {value}" for name, value in about.items()))
     parts = {name: PARTS[name] for name in args.part or PARTS}
     for part, share in parts.values():

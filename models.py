@@ -142,41 +142,48 @@ def at_least_float32(x):
 
 
 class ShortConv(torch.autograd.Function):
-    """silu(z), z_t = sum_j taps[j] * x_{t+j}, channel by channel: x (B, T + n - 1, C), taps (n, C) -> (B, T, C).
+    """silu(z), z_t = sum_j taps[j] * x_{t-n+1+j}, channel by channel: x (B, T, C), what was before it (B, n - 1, C), taps (n, C) -> (B, T, C).
 
     F.conv1d wants channels before tokens and takes twice as long on a CPU; autograd of these lines makes a padded copy for each tap,
     and keeps z, which is cheap to have again. A dozen passes over few tokens at a time stay in the cache; a GPU takes all at once.
     """
 
     @staticmethod
-    def pieces(x, T):
-        step = T if x.is_cuda else max(1, 2**17 // (x.shape[0] * x.shape[2]))
-        return [slice(t, min(t + step, T)) for t in range(0, T, step)]
+    def pieces(before, x, dtype):
+        """Tokens as slices, and all that the convolution sees at them; in a precision of its own, should x come from autocast."""
+        (B, T, C), n = x.shape, before.shape[1]
+        step = T if x.is_cuda else max(1, n, 2**17 // (B * C))
+        for t in range(0, T, step):
+            now = slice(t, min(t + step, T))
+            yield now, (x[:, t - n: now.stop] if t else torch.cat([before, x[:, now]], 1)).to(dtype)
 
     @staticmethod
-    def convolve(x, taps, now):
-        z = x[:, now] * taps[0]
+    def convolve(seen, taps, out=None):
+        T = seen.shape[1] - len(taps) + 1
+        z = torch.mul(seen[:, :T], taps[0], out=out)
         for j in range(1, len(taps)):
-            z.addcmul_(x[:, now.start + j: now.stop + j], taps[j])
+            z.addcmul_(seen[:, j: j + T], taps[j])
         return z
 
     @staticmethod
-    def forward(ctx, x, taps):
-        ctx.save_for_backward(x, taps)
-        now = ShortConv.pieces(x, x.shape[1] - len(taps) + 1)
-        return torch.cat([F.silu(ShortConv.convolve(x, taps, piece), inplace=True) for piece in now], 1)
+    def forward(ctx, before, x, taps):
+        ctx.save_for_backward(before, x, taps)
+        y = torch.empty_like(x, dtype=taps.dtype)
+        for now, seen in ShortConv.pieces(before, x, y.dtype):
+            F.silu(ShortConv.convolve(seen, taps, y[:, now]), inplace=True)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
-        x, taps = ctx.saved_tensors
-        dx, dtaps = torch.zeros_like(x), torch.zeros_like(taps)
-        for now in ShortConv.pieces(x, dy.shape[1]):
-            dz = torch.ops.aten.silu_backward(dy[:, now], ShortConv.convolve(x, taps, now))
+        before, x, taps = ctx.saved_tensors
+        n, dtaps = before.shape[1], torch.zeros_like(taps)
+        dx = dy.new_zeros(x.shape[0], n + x.shape[1], x.shape[2])
+        for now, seen in ShortConv.pieces(before, x, dy.dtype):
+            dz = torch.ops.aten.silu_backward(dy[:, now], ShortConv.convolve(seen, taps))
             for j in range(len(taps)):
-                there = slice(now.start + j, now.stop + j)
-                dx[:, there].addcmul_(dz, taps[j])
-                dtaps[j] += (dz * x[:, there]).sum((0, 1))
-        return dx, dtaps
+                dx[:, now.start + j: now.stop + j].addcmul_(dz, taps[j])
+                dtaps[j] += (dz * seen[:, j: j + dz.shape[1]]).sum((0, 1))
+        return dx[:, :n].to(before.dtype), dx[:, n:].to(x.dtype), dtaps
 
 
 class Unit(torch.autograd.Function):
@@ -252,8 +259,8 @@ class Memory(nn.Module):
         """silu of sum_j conv[j] * x_{t-3+j}, channel by channel; `tail` holds the inputs before x."""
         if self.conv is None:
             return F.silu(x), tail
-        x = torch.cat([tail, x], 1)
-        return ShortConv.apply(x, self.conv), x[:, x.shape[1] - tail.shape[1]:]
+        seen = x if x.shape[1] >= tail.shape[1] else torch.cat([tail, x], 1)
+        return ShortConv.apply(tail, x, self.conv), seen[:, -tail.shape[1]:].to(tail.dtype)
 
     def start(self, x):
         """The state before the first token, for a batch of len(x) sequences."""

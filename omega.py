@@ -411,16 +411,16 @@ def separate(tree, count):
     return list(zip(*(separate(a, count) for a in tree))) if tree else [()] * count
 
 
-AT_ONCE = 100_000
+AT_ONCE = dict(cpu=100_000, cuda=2**24)
 
 
-def stretches(count, numbers, alone):
+def stretches(count, numbers, device, alone):
     """`count` chunks of which each makes temporaries of so many numbers, as slices of those to be read together.
 
-    Together they share the calls of some fifty operations, but what a CPU has written should be in its cache when it is read, and not
-    take memory. The first chunk is by itself if it has to be `alone`.
+    Together they share the calls of some fifty operations, but a temporary is memory, and on a CPU should be in its cache when it is
+    read. The first chunk is by itself if it has to be `alone`.
     """
-    size, first = max(1, AT_ONCE // numbers), int(alone)
+    size, first = max(1, AT_ONCE.get(device.type, AT_ONCE["cpu"]) // numbers), int(alone)
     return [slice(0, 1)] * first + [slice(j, min(j + size, count)) for j in range(first, count, size)]
 
 
@@ -648,7 +648,7 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
     -> what is read (chunks, N, c, D), C at the end, C before each chunk and after the last (chunks + 1, N, ..), and the stretches.
     """
     (count, N, n, D), c, s = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2]
-    cuts = stretches(count, N * n * max(w.shape[-1] for w in C or M0), not C)
+    cuts = stretches(count, N * n * max(w.shape[-1] for w in C or M0), parts.v.device, not C)
     room = 1 + (count if kept is not None else max(now.stop - now.start for now in cuts))
     Cs = [w.new_empty(room, N, s, *w.shape[-2:]) for w in C or M0]
     for a, b in zip(Cs, C):
@@ -843,7 +843,7 @@ def muon_run(rule, state, tokens, mix, B):
     numbers = 2 * N * n * max(max(w.shape[-2:]) for w in state.W)                # autograd holds more of them
     if state.zero:
         W, S, anchor = [], [], []
-    sizes = [now.stop - now.start for now in stretches(count, numbers, state.zero)]
+    sizes = [now.stop - now.start for now in stretches(count, numbers, tokens.xk.device, state.zero)]
     ones = zip(*(pieces(a, [1] * count) for a in (tokens.xk, tokens.v, tokens.write, mix.shares, mix.G, mix.momprod)))
     ys = []
     for size, xq, coef in zip(sizes, pieces(tokens.xq, sizes), pieces(mix.coef, sizes)):

@@ -2250,6 +2250,17 @@ def test_tune_cpu_is_silent_without_glibc(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_matmul_is_what_torch_multiplies_with(text, tmp_path, capsys):
+    try:
+        for matmul in ("medium", "highest"):
+            go(text, tmp_path / matmul, "--steps", 1, "--matmul", matmul)
+            assert torch.get_float32_matmul_precision() == matmul
+        assert bench.main(["--quick", "--part", "rule", "--device", "cpu", "--matmul", "medium"]) == 0
+        assert torch.get_float32_matmul_precision() == "medium" and '"matmul": "medium"' in capsys.readouterr().out
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_denormals_are_flushed():
     """On an Intel core the gates' decay over a chunk makes a training step take half as long again."""
     before = torch.tensor(1e-30)

@@ -35,6 +35,9 @@ from models import LM, PRESETS, SIZES, Config, detach, opt
 
 # ---- settings and flags
 
+MATMUL = "highest", "high", "medium"
+
+
 @dataclass
 class TrainConfig:
     """Everything about a run that is not the network. Numbers are at least 0, or at least `low`."""
@@ -69,6 +72,7 @@ class TrainConfig:
     device: str = opt("auto", "auto: cuda, else mps, else cpu", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = opt("auto", "of autocast; auto: bfloat16 where it is native (CUDA from SM 8.0, AVX-512 BF16, AMX), else float32",
                      choices=("auto", "float32", "bfloat16"))
+    matmul: str = opt("highest", "float32 products, torch.set_float32_matmul_precision: README, Speed", choices=MATMUL)
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
     threads: int = opt(0, "CPU threads; 0: torch decides")
 
@@ -582,6 +586,7 @@ def launch(given):
             f"{ckpt['best']:.4f}")
         return 0
     device = pick_device(tc.device)
+    torch.set_float32_matmul_precision(tc.matmul)
     dtype = pick_dtype(tc.dtype, device)
     tc.compile = given.get("compile", device.type == "cuda")
     if tc.threads:
