@@ -433,12 +433,11 @@ EQUAL = {                         # memory, loss, window, chunk, momentum, muon_
 }
 
 
-@pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
-def test_omega_is_omega_ref(case):
-    """Outputs, final state and every outer gradient: a fast path that is only nearly the rule, or not differentiable."""
+def both_ways(case, ball=0.0):
+    """Outputs, final state and every outer gradient of omega are those of omega_ref -> the outputs and the state, and omega once more."""
     kind, loss, window, chunk, momentum, muon_every, T, earlier, features = case
     phi, x = problem(kind, loss, window, T + earlier, momentum, features.split(",")[0], degree=3 if "cubic" in features else 2)
-    rule = Rule(kind, loss, window, chunk, muon_every, norm="norm" in features, forget="start" if "M0" in features else "zero")
+    rule = Rule(kind, loss, window, chunk, muon_every, norm="norm" in features, forget="start" if "M0" in features else "zero", ball=ball)
     if "rest" in features:                                    # without an S0: the fast form then skips products with zero
         x = {name: a for name, a in x.items() if not name.startswith("S0")}
     leaves, results = list(x.values()) + list(phi.parameters()), []
@@ -451,6 +450,32 @@ def test_omega_is_omega_ref(case):
     (out, grads, pos), (fast_out, fast_grads, fast_pos) = results
     assert pos == fast_pos and len(out) == len(fast_out)
     for a, b in zip(fast_out + list(fast_grads), out + list(grads), strict=True):
+        close(a, b)
+    return out, lambda: learn(omega, rule, phi, x, (earlier,) if earlier else ())
+
+
+@pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
+def test_omega_is_omega_ref(case):
+    """A fast path that is only nearly the rule, or not differentiable."""
+    both_ways(case)
+
+
+STRETCHES = ["titans", "omeganet", "gated", "linear, cubic features", "lp", "from rest", "norm in the memory", "momentum, mid-chunk",
+             "atlas, from rest", "atlas, no momentum", "atlas, mid-block"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("name", STRETCHES)
+def test_chunks_read_together(name, size, monkeypatch):
+    """Chunks of a long run are read one at a time, in pairs with one left over, in fives and twos; without a gradient, in the room of one
+    stretch."""
+    *case, T, earlier, features = EQUAL[name]
+    cut = omega_module.stretches
+    monkeypatch.setattr(omega_module, "stretches", lambda count, _, *more: cut(count, omega_module.AT_ONCE["cpu"] // size, *more))
+    out, again = both_ways((*case, 7 * case[3] + T % case[3], earlier, features), ball=0.7)
+    with torch.no_grad():
+        y, state = again()
+    for a, b in zip([y, *tensors(state)], out, strict=True):
         close(a, b)
 
 
