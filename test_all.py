@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
+import chunks
 import data
 import eval
 import memory
@@ -470,8 +471,8 @@ def test_chunks_read_together(name, size, monkeypatch):
     *case, T, earlier, features = EQUAL[name]
     chunk, muon_every = case[3], case[5]
     T = (4 if muon_every else 7) * chunk + T % chunk          # Newton-Schulz makes more of rounding errors with every chunk
-    cut = omega_module.stretches
-    monkeypatch.setattr(omega_module, "stretches", lambda count, _, *more: cut(count, omega_module.AT_ONCE["cpu"] // size, *more))
+    cut = chunks.stretches
+    monkeypatch.setattr(chunks, "stretches", lambda count, _, *more: cut(count, chunks.AT_ONCE["cpu"] // size, *more))
     out, again = both_ways((*case, T, earlier, features), ball=0.7)
     with torch.no_grad():
         y, state = again()
@@ -1173,8 +1174,8 @@ def test_loss_counts_what_it_should():
 @pytest.mark.parametrize("preset", ["omeganet", "atlas"])
 def test_chunk_steps_compile_whole(preset, monkeypatch):
     """One graph for a chunk's step, forward and backward, and the same numbers: a graph break costs a GPU more than it saves."""
-    for name in omega_module.COMPILED:
-        monkeypatch.setattr(omega_module, name, getattr(omega_module, name))       # put back the plain ones afterwards
+    for module, name in omega_module.COMPILED:
+        monkeypatch.setattr(module, name, getattr(module, name))                   # put back the plain ones afterwards
     model, x = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 8))
     plain = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()), allow_unused=True)
     omega_module.compile_chunks(backend="aot_eager", fullgraph=True)
@@ -2889,7 +2890,7 @@ MUTANTS = [
      "test_memory_gradients"),
     ("gated memory: its other factor bends not", "memory.py", "[d1 * p + d2 * r, d1 * r]", "[d1 * p, d1 * r]", "test_memory_gradients_outer"),
     ("gated memory: one matrix for the other", "memory.py", "torch.cat(W[:-1], -1)", "torch.cat(W[:1] * (len(W) - 1), -1)", "test_memory_gradients"),
-    ("inner update under no_grad (Todd_Atlas)", "omega.py", "rule.norm, xk, v, *W)", "rule.norm, xk.detach(), v.detach(), *(w.detach() for w in W))",
+    ("inner update under no_grad (Todd_Atlas)", "chunks.py", "rule.norm, xk, v, *W)", "rule.norm, xk.detach(), v.detach(), *(w.detach() for w in W))",
      "test_omega_is_omega_ref[atlas]"),
 
     ("reference: read before write", "omega.py", "M(W, xq[t], q[t])", "M(W_before, xq[t], q[t])",
@@ -2912,42 +2913,42 @@ MUTANTS = [
     ("a random memory at every start (Todd_Atlas)", "omega.py", "    return State(base, W, S, W, ()",
      "    W = tuple(w + 0.1 * torch.randn_like(w) for w in W)\n    return State(base, W, S, W, ()", "test_step_zero_reads_M0"),
 
-    ("gradient of a chunk: to the keys through what they write alone", "omega.py", "dx if out.xk is None else dx.add_(out.xk)", "dx",
+    ("gradient of a chunk: to the keys through what they write alone", "chunks.py", "dx if out.xk is None else dx.add_(out.xk)", "dx",
      "test_omega_is_omega_ref[titans]"),
-    ("gradient of a chunk: to the keys through what they read alone", "omega.py", "dx if out.xk is None else dx.add_(out.xk)", "out.xk",
+    ("gradient of a chunk: to the keys through what they read alone", "chunks.py", "dx if out.xk is None else dx.add_(out.xk)", "out.xk",
      "test_omega_is_omega_ref[titans]"),
-    ("gradient of a chunk: to what exp features write, from what they read", "omega.py", "        dx, dwrite = out.xk, dx\n", "        dx, dwrite = dx, dx\n",
+    ("gradient of a chunk: to what exp features write, from what they read", "chunks.py", "        dx, dwrite = out.xk, dx\n", "        dx, dwrite = dx, dx\n",
      "test_omega_gradcheck[exp-0]"),
-    ("gradient of a chunk: to the gates through P", "omega.py", "plus(dP, dQ * RX)", "plus(dP, 0 * dQ * RX)", "test_omega_is_omega_ref[omeganet]"),
-    ("gradient of a chunk: to the gates through what is carried", "omega.py", "dots(reads, dz)", "0 * dots(reads, dz)",
+    ("gradient of a chunk: to the gates through P", "chunks.py", "plus(dP, dQ * RX)", "plus(dP, 0 * dQ * RX)", "test_omega_is_omega_ref[omeganet]"),
+    ("gradient of a chunk: to the gates through what is carried", "chunks.py", "dots(reads, dz)", "0 * dots(reads, dz)",
      "test_omega_is_omega_ref[omeganet]"),
-    ("gradient of a chunk: momentum's share of the last W", "omega.py", "dC[:, 1].addcmul_(dto[:, 0], across)", "pass",
+    ("gradient of a chunk: momentum's share of the last W", "chunks.py", "dC[:, 1].addcmul_(dto[:, 0], across)", "pass",
      "test_omega_is_omega_ref[titans]"),
-    ("gradient of a chunk: what it hands on keeps nothing", "omega.py", "    dC.addcmul_(dto, ends)\n", "", "test_omega_is_omega_ref[titans]"),
-    ("gradient of a chunk: keep of the whole chunk", "omega.py", "plus(dends, (end", "plus(dends, 0 * (end", "test_omega_is_omega_ref[titans]"),
-    ("gradient of a chunk: its keep at its end", "omega.py", "dots(reads[i], d", "0 * dots(reads[i], d",
+    ("gradient of a chunk: what it hands on keeps nothing", "chunks.py", "    dC.addcmul_(dto, ends)\n", "", "test_omega_is_omega_ref[titans]"),
+    ("gradient of a chunk: keep of the whole chunk", "chunks.py", "plus(dends, (end", "plus(dends, 0 * (end", "test_omega_is_omega_ref[titans]"),
+    ("gradient of a chunk: its keep at its end", "chunks.py", "dots(reads[i], d", "0 * dots(reads[i], d",
      "test_omega_is_omega_ref[titans]"),
-    ("gradient of a chunk: to the weights it takes gradients at", "omega.py", "            c[:, 0].add_(w)", "            pass",
+    ("gradient of a chunk: to the weights it takes gradients at", "chunks.py", "            c[:, 0].add_(w)", "            pass",
      "test_omega_is_omega_ref[titans]"),
-    ("gradient of chunks read together: of each, that of the first", "omega.py", "        at, *one = many[j]", "        at, *one = many[0]",
+    ("gradient of chunks read together: of each, that of the first", "chunks.py", "        at, *one = many[j]", "        at, *one = many[0]",
      "test_chunks_read_together[titans-5]"),
-    ("gradient of chunks read together: of M0 from the last of them", "omega.py", "d[:, :, -1].sum(0)", "d[-1, :, -1]",
+    ("gradient of chunks read together: of M0 from the last of them", "chunks.py", "d[:, :, -1].sum(0)", "d[-1, :, -1]",
      "test_chunks_read_together[from rest-5]"),
-    ("chunks read together all read W before the first", "omega.py", "[a[at: at + j + 1] for a in Cs]", "[a[at: at + 1].expand(j + 1, *a.shape[1:]) for a in Cs]",
+    ("chunks read together all read W before the first", "chunks.py", "[a[at: at + j + 1] for a in Cs]", "[a[at: at + 1].expand(j + 1, *a.shape[1:]) for a in Cs]",
      "test_chunks_read_together[omeganet-5]"),
-    ("without a gradient: a stretch begins with the W that the one before it began with", "omega.py", "                a[0] = a[j + 1]", "                pass",
+    ("without a gradient: a stretch begins with the W that the one before it began with", "chunks.py", "                a[0] = a[j + 1]", "                pass",
      "test_chunks_read_together[omeganet-2]"),
-    ("chunks of Newton-Schulz read together take turns at the wrong M0", "omega.py", "m0.repeat(N // len(m0), 1, 1)", "m0.repeat_interleave(N // len(m0), 0)",
+    ("chunks of Newton-Schulz read together take turns at the wrong M0", "chunks.py", "m0.repeat(N // len(m0), 1, 1)", "m0.repeat_interleave(N // len(m0), 0)",
      "test_chunks_read_together[atlas, from rest-5]"),
-    ("a chunk that begins at rest is not read alone", "omega.py", "return [slice(0, 1)] * first", "return [slice(0, 2)] * first",
+    ("a chunk that begins at rest is not read alone", "chunks.py", "return [slice(0, 1)] * first", "return [slice(0, 2)] * first",
      "test_chunks_read_together[from rest, no momentum-1]"),
-    ("gradient of a chunk: not through the bound", "omega.py", "            end[:, 0].mul_(balls[i])\n        if dC:", "            pass\n        if dC:",
+    ("gradient of a chunk: not through the bound", "chunks.py", "            end[:, 0].mul_(balls[i])\n        if dC:", "            pass\n        if dC:",
      "test_ball_is_the_reference[omeganet]"),
     ("gradient of gelu'", "memory.py", "neg_().add_(2)", "neg_().add_(1)", "test_omega_is_omega_ref[titans]"),
     ("gradient of gelu", "memory.py", "add_product(da, df, W[1].mT)), slope)", "add_product(da, df, W[1].mT)), 0 * slope)",
      "test_omega_is_omega_ref[titans]"),
     ("gradient of the error: through the norm", "memory.py", "- n * (mean(dn * e) + mean(n * dy))", "- n * mean(n * dy)", "test_memory_gradients_outer"),
-    ("a memory that stays zero", "omega.py", "pos=pos, zero=False)", "pos=pos, zero=state.zero)", "test_omega_is_omega_ref[from rest]"),
+    ("a memory that stays zero", "chunks.py", "pos=pos, zero=False)", "pos=pos, zero=state.zero)", "test_omega_is_omega_ref[from rest]"),
     ("W taken for zero where it is not counted from M0", "omega.py", "bool(base) and S0 is None", "S0 is None",
      "test_omega_is_omega_ref[omeganet]"),
     ("S0 taken for zero", "omega.py", "bool(base) and S0 is None", "bool(base)", "test_omega_is_omega_ref[forget what was written]"),
@@ -2955,19 +2956,19 @@ MUTANTS = [
      "test_omega_is_omega_ref[atlas, mid-block]"),
     ("missing tokens of a block forget", "omega.py", "(gates.keep, 1.0)", "(gates.keep, 0.9)",
      "test_omega_is_omega_ref[atlas, mid-block]"),
-    ("a block that another follows taken for a single one", "omega.py", "if front + length > every", "if front + length > 2 * every",
+    ("a block that another follows taken for a single one", "chunks.py", "if front + length > every", "if front + length > 2 * every",
      "test_omega_is_omega_ref[atlas, across blocks]"),
     ("Theta Gate: diagonals shifted the wrong way", "omega.py", "(j, gates.gate.shape[-1] - 1 - j)", "(gates.gate.shape[-1] - 1 - j, j)",
      "test_omega_is_omega_ref[atlas]"),
     ("forgetting never reaches zero", "omega.py", 'if rule.forget == "start" else ()', "if True else ()", "test_delta_rule"),
-    ("gradients without M0", "omega.py", "zip(M0, W)] if M0 and W else M0 or W", "zip(M0, W)] if False else W or M0",
+    ("gradients without M0", "chunks.py", "zip(M0, W)] if M0 and W else M0 or W", "zip(M0, W)] if False else W or M0",
      "test_delta_rule"),
-    ("M0 is not read", "omega.py", "coef=F.pad(mix.coef, (0, 0, 0, 1), value=1.0)", "coef=F.pad(mix.coef, (0, 0, 0, 1))",
+    ("M0 is not read", "chunks.py", "coef=F.pad(mix.coef, (0, 0, 0, 1), value=1.0)", "coef=F.pad(mix.coef, (0, 0, 0, 1))",
      "test_omega_is_omega_ref[forget what was written]"),
-    ("all gradients at zero", "omega.py", "[c[:, 0] for c in C])\n    pairs, (z", "[0 * c[:, 0] for c in C])\n    pairs, (z",
+    ("all gradients at zero", "chunks.py", "[c[:, 0] for c in C])\n    pairs, (z", "[0 * c[:, 0] for c in C])\n    pairs, (z",
      "test_delta_rule"),
-    ("the anchor of an earlier chunk", "omega.py", "anchor=state.anchor if pos else W,", "anchor=state.anchor,", "test_omega_splits_anywhere"),
-    ("the anchor moves at every call (atlas-rnn)", "omega.py", "if state.zero or not state.pos:", "if True:", "test_omega_splits_anywhere"),
+    ("the anchor of an earlier chunk", "chunks.py", "anchor=state.anchor if pos else W,", "anchor=state.anchor,", "test_omega_splits_anywhere"),
+    ("the anchor moves at every call (atlas-rnn)", "chunks.py", "if state.zero or not state.pos:", "if True:", "test_omega_splits_anywhere"),
     ("sign of the write", "omega.py", "products(gates.keep), -gates.step", "products(gates.keep), gates.step", "test_linear_attention"),
     ("decay counts the token's own keep", "omega.py", "- logs[..., None, :] + above", "- logs.roll(1, -1)[..., None, :] + above",
      "test_recurrence"),
@@ -2982,19 +2983,19 @@ MUTANTS = [
     ("first windows off by one", "omega.py", "(i >= missing)", "(i > missing)", "test_swla_by_brute_force"),
     ("first windows see padding", "omega.py", "(i >= missing)", "(i >= 0)", "test_omega_is_omega_ref[omeganet]"),
     ("no momentum inside a chunk", "omega.py", "recur(gates.momentum, band(gates.gate))  ", "recur(0 * gates.momentum, band(gates.gate))  ", "test_titans"),
-    ("momentum dropped from the carried state", "omega.py", "state, W, S, (), count * c)",
+    ("momentum dropped from the carried state", "chunks.py", "state, W, S, (), count * c)",
      "state, W, tuple(0 * s for s in S), (), count * c)", "test_omega_splits_anywhere"),
     ("window truncated at the end of a call", "omega.py", "k=ks[:, :, max(T + idle, missing):], v=vs[:, :, max(T + idle, missing):]",
      "k=ks[:, :, :0], v=vs[:, :, :0]", "test_omega_splits_anywhere"),
-    ("every position reads with the chunk's last decay (Todd_Atlas)", "omega.py", "z, reads[i] = read_carried(rows, held[i], coef,",
+    ("every position reads with the chunk's last decay (Todd_Atlas)", "chunks.py", "z, reads[i] = read_carried(rows, held[i], coef,",
      "z, reads[i] = read_carried(rows, held[i], coef[:, -1:].expand_as(coef),", "test_causal"),
-    ("one memory for the whole batch (Atlas-MAG_OmegaRule)", "omega.py", "return state._replace(W=W,",
+    ("one memory for the whole batch (Atlas-MAG_OmegaRule)", "chunks.py", "return state._replace(W=W,",
      "return state._replace(W=tuple(w.mean(0, keepdim=True).expand_as(w) for w in W),", "test_rows_are_independent"),
     ("queries and keys in different feature spaces (atlas-pytorch)", "omega.py", "(phi(cq), phi(ck))", "(phi(cq.roll(1, -1)), phi(ck))",
      "test_omega_is_omega_ref[omeganet]"),
-    ("NS of a block in progress forgotten", "omega.py", "[o[:, -1] for o in new]", "[o[:, 0] for o in new]",
+    ("NS of a block in progress forgotten", "chunks.py", "[o[:, -1] for o in new]", "[o[:, 0] for o in new]",
      "test_omega_is_omega_ref[atlas, mid-block]"),
-    ("momentum of the first token of a block dropped", "omega.py", "state, W, S if state.S else (), O", "state, W, state.S, O",
+    ("momentum of the first token of a block dropped", "chunks.py", "state, W, S if state.S else (), O", "state, W, state.S, O",
      "test_omega_is_omega_ref[atlas, mid-block]"),
     ("exp kernel less one", "poly.py", "(x @ y.mT).exp()", "(x @ y.mT).expm1()", "test_unnormalised_softmax_attention"),
     ("exp memory forgets M0", "omega.py", "torch.cat([r, (r @ keys.mT).exp()], -1)", "torch.cat([0 * r, (r @ keys.mT).exp()], -1)",
@@ -3070,12 +3071,12 @@ MUTANTS = [
     ("top-k keeps one more", "models.py", "logits[:, top_k:]", "logits[:, top_k + 1:]", "test_sample_filters"),
     ("temperature ignored", "models.py", "(logits / temperature)", "(logits / 1)", "test_sample_probabilities"),
     ("summed cross entropy", "models.py", "ignore_index=-100)", "ignore_index=-100, reduction='sum')", "test_loss_counts_what_it_should"),
-    ("no bound on the memory", "omega.py", "if whole and rule.ball:", "if False:", "test_no_text_makes_the_memory_run_away[omeganet]"),
+    ("no bound on the memory", "chunks.py", "if whole and rule.ball:", "if False:", "test_no_text_makes_the_memory_run_away[omeganet]"),
     ("no bound on the memory with Newton-Schulz", "omega.py", "if not self.ball:", "if True:", "test_ball_is_the_reference[atlas]"),
-    ("the bound within a chunk", "omega.py", "if whole and rule.ball:", "if rule.ball:", "test_ball_is_the_reference[omeganet]"),
-    ("the bound within a chunk of Newton-Schulz", "omega.py", "rule.bound(end) if ended else end", "rule.bound(end)",
+    ("the bound within a chunk", "chunks.py", "if whole and rule.ball:", "if rule.ball:", "test_ball_is_the_reference[omeganet]"),
+    ("the bound within a chunk of Newton-Schulz", "chunks.py", "rule.bound(end) if ended else end", "rule.bound(end)",
      "test_ball_is_the_reference[atlas]"),
-    ("one bound for two matrices", "omega.py", "turn(W, tall).chunk(count, -1)", "[turn(W, tall)] * count", "test_ball_is_the_reference[gated]"),
+    ("one bound for two matrices", "chunks.py", "turn(W, tall).chunk(count, -1)", "[turn(W, tall)] * count", "test_ball_is_the_reference[gated]"),
     ("--matmul does nothing", "train.py", "torch.set_float32_matmul_precision(tc.matmul)", "pass", "test_matmul_is_what_torch_multiplies_with"),
     ("--matmul of the bench does nothing", "bench.py", "torch.set_float32_matmul_precision(args.matmul)", "pass",
      "test_matmul_is_what_torch_multiplies_with"),

@@ -1,0 +1,602 @@
+"""chunks.py - how a run of chunks is computed: each learns after the one before it, many are read at once; and the gradient of all that.
+
+What a chunk is, and every symbol here, is in omega.py. There are four products in a chunk, for each matrix of the memory:
+
+    read_carried        r_t (keepprod_t W_0 + u_t S_0 + M0)              what tokens read of what was there before their chunk
+    read_chunks         + (P o R X^T) D                                  and of what it has learned up to them
+    learn_chunk         x_i, d_i at the anchor;  X^T (P_last o D)        what the chunk leaves behind
+    muon_learn          the same for each S_t that Newton-Schulz sees; then W_j and O_j of every block j
+
+Only learning has to go from chunk to chunk. What the tokens of a chunk read depends on the W and S before it and on its pairs, so
+stretches of chunks are read together, as are all parts of their gradient but what leads from W and S after a chunk to those before it.
+
+N is B H (sequences and heads do not take turns), c the tokens of a chunk, n the pairs they learn from, and C what is carried from
+chunk to chunk: W and S, one below the other, (N, s, k, wide) or (N, s k, wide).
+"""
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+import memory
+from muon import newton_schulz
+
+
+def scaled(a, coef):
+    """Rows a (N, n, k), their numbers coef (N, n, s, 1) -> (N, n, s k): a row times the first of its numbers, then times the next."""
+    return (coef * a[:, :, None]).flatten(2)
+
+
+def combined(t, coef, plus=None):
+    """t (N, n, s k) -> (N, n, k): the first k of a row times the first of its numbers, plus the next k times the next, plus `plus`."""
+    t, coef = t.unflatten(2, (coef.shape[2], -1)).unbind(2), coef.unbind(2)
+    y = t[0] * coef[0] if plus is None else plus.addcmul_(t[0], coef[0])
+    for i in range(1, len(t)):
+        y = y.addcmul_(t[i], coef[i])
+    return y
+
+
+def dots(t, a):
+    """t (N, n, s k), a (N, n, k) -> (N, n, s, 1): the gradient of coef in `scaled` and in `combined`."""
+    return (t.view(*a.shape[:2], -1, a.shape[2]) * a[:, :, None]).sum(-1, keepdim=True)
+
+
+def read_carried(R, C, coef, tall):
+    """r_t (keepprod_t W + u_t S + M0) for all rows r_t of R (N, c, in) -> (N, c, out), with s matrices in C, as many numbers a row in coef.
+
+    C (N, s k, wide) holds W, below it S, M0, transposed if they are `tall` (`lay`): k is their narrow side, the one that is scaled.
+    Also returns what its gradient needs of that, or None.
+    """
+    if not tall:
+        return torch.bmm(scaled(R, coef), C), None
+    reads = memory.product(R, C.mT)
+    return combined(reads, coef), reads
+
+
+def read_carried_backward(R, C, coef, tall, reads, dz):
+    """-> dR, dC, dcoef."""
+    if tall:
+        dreads = scaled(dz, coef)
+        return memory.transposed_product(dreads, C.mT, R), torch.bmm(dreads.mT, R), dots(reads, dz)
+    dscaled = torch.bmm(dz, C.mT)
+    return combined(dscaled, coef), torch.bmm(scaled(R, coef).mT, dz), dots(dscaled, R)
+
+
+def write(X, D, last, tall, out=None):
+    """X^T (P_last * D) and X^T (G_last * D), what a chunk adds to W and S, laid out as they are in C."""
+    a, b = (D, X) if tall else (X, D)
+    return torch.bmm(scaled(a, last).mT, b, out=out)
+
+
+def write_backward(X, D, last, tall, dC):
+    """-> dX, dD, dlast."""
+    a, b = (D, X) if tall else (X, D)
+    dscaled = memory.product(b, dC.mT)
+    da, db = combined(dscaled, last), memory.transposed_product(scaled(a, last), dC.mT, b)
+    return *((db, da) if tall else (da, db)), dots(dscaled, a)
+
+
+class Read(torch.autograd.Function):
+    """read_carried as a step of autograd's."""
+
+    @staticmethod
+    def forward(ctx, R, C, coef, tall):
+        z, reads = read_carried(R, C, coef, tall)
+        ctx.tall = tall
+        ctx.save_for_backward(R, C, coef, reads if tall and reads.shape[-1] < R.shape[-1] else None)
+        return z
+
+    @staticmethod
+    def backward(ctx, dz):
+        R, C, coef, reads = ctx.saved_tensors
+        if ctx.tall and reads is None:                        # as much as R: again takes no longer
+            reads = memory.product(R, C.mT)
+        return *read_carried_backward(R, C, coef, ctx.tall, reads, dz), None
+
+
+class Write(torch.autograd.Function):
+    """write as a step of autograd's."""
+
+    @staticmethod
+    def forward(ctx, X, D, last, tall):
+        ctx.tall = tall
+        ctx.save_for_backward(X, D, last)
+        return write(X, D, last, tall)
+
+    @staticmethod
+    def backward(ctx, dC):
+        return *write_backward(*ctx.saved_tensors, ctx.tall, dC), None
+
+
+def padding(pos, length, every):
+    """How many tokens to fill up the stretch's first block with, and its last; a single block is taken as it is."""
+    front, back = pos % every, -(pos + length) % every
+    return (front, back) if front + length > every else (0, 0)
+
+
+class Part(NamedTuple):
+    """What chunks without Newton-Schulz need: fields of Tokens and Mixing, of all chunks (chunks, N, ..), or of one (N, ..)."""
+    xq: torch.Tensor
+    xk: torch.Tensor
+    v: torch.Tensor
+    write: torch.Tensor | None
+    inner: torch.Tensor | None
+    coef: torch.Tensor
+    P: torch.Tensor
+    last: torch.Tensor
+    ends: torch.Tensor
+    across: torch.Tensor | None
+
+    def each(self, f):
+        return Part(*(None if a is None else f(a) for a in self))
+
+    def split(self):
+        """One Part for all chunks -> one for each."""
+        columns = [None if a is None else a.unbind(0) for a in self]
+        return [Part(*(None if a is None else a[j] for a in columns)) for j in range(len(self.v))]
+
+
+def empty_like(a):
+    """An empty tensor for the gradient of a, contiguous or feature-major as a is."""
+    return a.mT.new_empty(a.mT.shape).mT if memory.feature_major(a) else a.new_empty(a.shape)
+
+
+def merged(a):
+    """(chunks, N, ..) -> (chunks N, ..)"""
+    return a.flatten(0, 1)
+
+
+def joined(tensors):
+    """Tensors (N, ..), or None, of every chunk -> (chunks N, ..)."""
+    return tensors[0] if len(tensors) == 1 or tensors[0] is None else torch.cat(tensors)
+
+
+def separate(tree, count):
+    """(chunks N, ..) -> `count` tensors (N, ..); of a tuple of such, `count` tuples."""
+    if tree is None:
+        return [None] * count
+    if isinstance(tree, torch.Tensor):
+        return tree.unflatten(0, (count, -1)).unbind(0)
+    return list(zip(*(separate(a, count) for a in tree))) if tree else [()] * count
+
+
+AT_ONCE = dict(cpu=100_000, cuda=2**24)
+
+
+def stretches(count, numbers, device, alone):
+    """`count` chunks of which each makes temporaries of so many numbers, as slices of those to be read together.
+
+    Together they share the calls of some fifty operations, but a temporary is memory, and on a CPU should be in its cache when it is
+    read. The first chunk is by itself if it has to be `alone`.
+    """
+    size, first = max(1, AT_ONCE.get(device.type, AT_ONCE["cpu"]) // numbers), int(alone)
+    return [slice(0, 1)] * first + [slice(j, min(j + size, count)) for j in range(first, count, size)]
+
+
+def turn(a, tall):
+    return a.mT if tall else a
+
+
+def lay(group, tall, B):
+    """Matrices (B, H, in, out) or (H, in, out) -> (B H, k, wide): the narrow side first, so the `tall` ones are transposed."""
+    return [turn(a, t).expand(B, *a.mT.shape[-3:-2], -1, -1).flatten(0, 1) for a, t in zip(group, tall)]
+
+
+def unlay(group, tall, B):
+    """(B H, k, wide) -> (B, H, in, out), the inverse of `lay`."""
+    return [turn(a.unflatten(0, (B, -1)), t) for a, t in zip(group, tall)]
+
+
+def gradient_point(tall, M0, W):
+    """The weights to take gradients at, M0 + W, as memory.gradients wants them; both as `lay` has them, or empty for zero."""
+    both = [m + w for m, w in zip(M0, W)] if M0 and W else M0 or W
+    return [turn(w, t).flatten(0, -3) for w, t in zip(both, tall)]
+
+
+def carry(to, C, ends, across):
+    """to += keepprod W + u S, and momprod S, for C (N, s, k, wide) with W and S, or W alone, and the last of these numbers."""
+    to.addcmul_(C, ends)
+    if across is not None:
+        to[:, 0].addcmul_(C[:, 1], across)
+
+
+def carry_backward(dto, dC, ends, across):
+    """Adds to dC what it gets through carry."""
+    dC.addcmul_(dto, ends)
+    if across is not None:
+        dC[:, 1].addcmul_(dto[:, 0], across)
+
+
+def ball_factors(rule, W, tall, count):
+    """What `Rule.bound` multiplies W by, which may be `count` matrices side by side."""
+    parts = turn(W, tall).chunk(count, -1)
+    factors = [rule.ball / torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True).clamp_min(rule.ball) for w in parts]
+    if count == 1:
+        return factors[0]
+    return turn(torch.cat([f.expand(-1, 1, w.shape[-1]) for f, w in zip(factors, parts)], -1), tall)
+
+
+def plus(a, b):
+    return b if a is None else a + b
+
+
+def with_M0(C, M0):
+    """What the chunks read: W, S and M0, whose coefficient is 1; what is zero is left out.
+
+    C (chunks, N, s, k, wide), M0 (N, k, wide) -> (chunks N, (s + 1) k, wide)
+    """
+    if C and M0:
+        C = [torch.cat([c, m[:, None].expand(len(c), -1, -1, -1, -1)], 2) for c, m in zip(C, M0)]
+    return [merged(c).flatten(1, 2) for c in C] if C else M0
+
+
+def advance(rule, state, W, S, O, length):
+    """The state `length` tokens on; at a chunk boundary the anchor moves to W."""
+    pos = (state.pos + length) % rule.chunk
+    return state._replace(W=W, S=S, anchor=state.anchor if pos else W, O=O if pos else (), pos=pos, zero=False)
+
+
+def firsts(rule):
+    """How many matrices of the memory read x itself."""
+    return 2 if rule.memory == "gated" else 1
+
+
+def pieces(a, sizes):
+    """(chunks, N, n, E) -> `sizes` chunks of it at a time, (chunks N, n, E); the gradient will lie in memory as it does."""
+    if a is None:
+        return [None] * len(sizes)
+    return [merged(c.mT) for c in a.mT.split(sizes)] if memory.feature_major(a) else [merged(c) for c in a.split(sizes)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Without Newton-Schulz.
+
+def learn_chunk(rule, whole, tall, part, M0, C, anchor, after):
+    """One chunk (or a part of one) learns without Newton-Schulz, and what it carries is written to `after`.
+
+    Matrices are as `lay` has them, W and S of each as C (N, s, k, wide), and so `after`; M0, C and the anchor are empty where they are
+    zero, zero, and the W of C.
+    -> for its gradient, what memory.gradients saves, for each pair (x_i, d_i) the d, then for all but the first the x; and what bounds
+    each matrix.
+    """
+    W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
+    pairs, (z, f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)
+    balls = []
+    for i, ((x, d), end) in enumerate(zip(pairs, after)):
+        write(x if i or part.write is None else part.write, d, part.last, tall[i], end.flatten(1, 2))
+        if C:
+            carry(end, C[i], part.ends, part.across)
+        if whole and rule.ball:
+            balls.append(ball_factors(rule, end[:, 0], tall[i], 1 if i else firsts(rule)))
+            end[:, 0].mul_(balls[i])
+    return z, f, *(d for _, d in pairs), *(x for x, _ in pairs[1:]), *balls
+
+
+def learn_chunk_backward(rule, tall, part, W, carried, saved, writes, pairs, factors, rows, balls, dd, da, dC, dafter):
+    """The part of learn_chunk's gradient that goes from chunk to chunk: from what it carries on (dafter, or ()) to C.
+
+    dC, dd, da: what reading has said of C, of each d, and of the x of the last pair, to which this adds. `writes` holds the x of
+    `write`, and `rows` what it makes of the narrow side. W: the weights at which it took gradients, `carried` if they are C's.
+    -> gradients of v, of W, and dz, where dz W^T is part of that of its keys; the products of `dafter` that come up.
+    """
+    reads = []
+    for i, (x, end) in enumerate(zip(writes, dafter)):
+        if balls:
+            end[:, 0].mul_(balls[i])
+        if dC:
+            carry_backward(end, dC[i], part.ends, part.across)
+        end = end.flatten(1, 2)
+        if tall[i]:
+            reads.append(memory.product(x, end.mT))
+            combined(reads[-1], part.last, dd[i])
+            if i:
+                memory.add_product(da, rows[i], end)
+        else:
+            memory.add_product(dd[i], rows[i], end)
+            if i:
+                reads.append(memory.product(pairs[i][1], end.mT))
+                combined(reads[-1], part.last, da)
+    dW, dz, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.v, rule.norm, saved, pairs, factors, dd, da)
+    dW = [memory.outer(group, t) for group, t in zip(dW, tall)]
+    if carried:
+        for c, w in zip(dC, dW):
+            c[:, 0].add_(w)
+    return dv, dW, dz, reads
+
+
+def write_rest_backward(tall, part, C, writes, pairs, rows, reads, dafter):
+    """The rest of it, for any number of chunks at once -> gradients of the x of the first `write`, and of last, ends, across."""
+    dlast = dends = dacross = None
+    for i, (x, (_, d), end) in enumerate(zip(writes, pairs, dafter)):
+        if C:
+            dends = plus(dends, (end * C[i]).sum((-2, -1), keepdim=True))
+            if part.across is not None:
+                dacross = plus(dacross, (end[:, 0] * C[i][:, 1]).sum((-2, -1), keepdim=True))
+        end = end.flatten(1, 2)
+        if not i and not tall[i]:
+            reads = (memory.product(d, end.mT), *reads)
+            dx = combined(reads[0], part.last)
+        elif not i:
+            dx = memory.transposed_product(rows[0], end.mT, x)
+        dlast = plus(dlast, dots(reads[i], d if tall[i] else x))
+    return dx, dlast, dends, dacross
+
+
+def read_chunks(rule, tall, part, pairs, held, coef):
+    """What all tokens read, at their own W_t: r_t W_t = r_t (keepprod_t W + u_t S + M0) + (P o R X^T) D, of any number of chunks (N, ..).
+
+    -> what the last matrix reads (N, c, D); for the gradient, what the others read and R X^T for the last one (or None, for a linear
+    memory), and that of read_carried.
+    """
+    rows, RX, z, before, reads = part.xq, part.inner, None, None, [None] * len(pairs)
+    for i, (x, d) in enumerate(pairs):
+        if i:                                                                    # what the others read is what the last one reads for
+            before, rows, RX = z, memory.hidden(rule.memory, z), None
+        RX = torch.bmm(rows, x.mT) if RX is None else RX
+        z, reads[i] = read_carried(rows, held[i], coef, tall[i])
+        z = memory.add_product(z, part.P * RX, d)
+    return z, before, None if before is None else RX, *reads
+
+
+def read_chunks_backward(rule, tall, part, W, held, coef, saved, before, RX, reads, dz):
+    """The gradient of read_chunks -> those of part, `held`, each d and the last x; the pairs, and what they were made of.
+
+    W: the weights at which the chunks took gradients.
+    """
+    pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
+    dheld, dd = [None] * len(pairs), [None] * len(pairs)
+    dcoef = dP = dxk = dinner = da = None
+    for i, (x, d) in reversed(list(enumerate(pairs))):
+        if i:
+            rows = memory.hidden(rule.memory, before)
+        else:
+            rows, RX = part.xq, torch.bmm(part.xq, x.mT) if part.inner is None else part.inner
+        dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
+        dP, dRX = plus(dP, dQ * RX), dQ.mul_(part.P)
+        drows, dheld[i], more = read_carried_backward(rows, held[i], coef, tall[i], reads[i], dz)
+        dcoef = plus(dcoef, more)
+        if not i and part.inner is not None:
+            dinner = dRX
+            continue
+        drows, dX = memory.add_product(drows, dRX, x), torch.bmm(dRX.mT, rows)   # RX = R X^T
+        if i:
+            da, dz = dX, memory.hidden_backward(rule.memory, before, drows)
+        else:
+            dxk = dX
+    return Part(drows, dxk, None, None, dinner, dcoef, dP, None, None, None), dheld, dd, da, pairs, factors
+
+
+class LinearChunks(torch.autograd.Function):
+    """All chunks of a run without Newton-Schulz: they learn one after the other and are read many at a time; and their gradient.
+
+    Autograd of the same lines takes twice as long and keeps more: to it each product, sum and view is a step of its own, and it
+    keeps what is cheaper to compute again. Arguments: the fields of Part, then the matrices M0, C, anchor of learn_chunk, of which
+    there are `sizes`. Returns what the last matrix reads (chunks, N, c, D), then C at the end.
+    """
+
+    @staticmethod
+    def forward(ctx, rule, whole, tall, sizes, *tensors):
+        parts, M0, C, anchor = LinearChunks.sort(tensors, sizes)
+        kept = []
+        y, C, Cs, ctx.stretches = linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept)
+        ctx.how, ctx.lengths = (rule, tall, sizes), [len(one) for one in kept]
+        ctx.save_for_backward(*tensors, *Cs, *(a for one in kept for a in one))
+        ctx.set_materialize_grads(False)
+        return y, *C
+
+    @staticmethod
+    def sort(tensors, sizes):
+        tensors = iter(tensors)
+        return Part(*islice(tensors, len(Part._fields))), *(list(islice(tensors, n)) for n in sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, *dC):
+        (rule, tall, sizes), saved = ctx.how, iter(ctx.saved_tensors)
+        parts, M0, C, anchor = LinearChunks.sort(islice(saved, len(Part._fields) + sum(sizes)), sizes)
+        Cs, grads = list(islice(saved, len(tall))), parts.each(empty_like)
+        kept = [list(islice(saved, n)) for n in ctx.lengths]
+        if dy is None:                                        # what was read is not used
+            dy = parts.v.new_zeros(*parts.P.shape[:3], parts.v.shape[-1])
+        dafter = ()
+        if any(d is not None for d in dC):                    # the state at the end is
+            dafter = [torch.zeros_like(c[-1]) if d is None else d.clone() for c, d in zip(Cs, dC)]
+        dM0 = [None] * len(M0)
+        ones = parts.split()
+        for now, one in reversed(list(zip(ctx.stretches, kept))):
+            part, grad, first = parts.each(lambda a: a[now]), grads.each(lambda a: a[now]), not now.start
+            before = [] if first and not C else [c[now] for c in Cs]
+            more, dafter, danchor = linear_backward(
+                rule, tall, part, ones[now], grad, M0, before, anchor if first else [], one, dy[now], dafter)
+            dM0 = [plus(a, b) for a, b in zip(dM0, more)]
+        return None, None, None, None, *grads, *dM0, *dafter, *danchor
+
+
+def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
+    """The forward pass of LinearChunks; `kept` gets what the gradient needs of each stretch.
+
+    -> what is read (chunks, N, c, D), C at the end, C before each chunk and after the last (chunks + 1, N, ..), and the stretches.
+    """
+    (count, N, n, D), c, s = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2]
+    cuts = stretches(count, N * n * max(w.shape[-1] for w in C or M0), parts.v.device, not C)
+    room = 1 + (count if kept is not None else max(now.stop - now.start for now in cuts))
+    Cs = [w.new_empty(room, N, s, *w.shape[-2:]) for w in C or M0]
+    for a, b in zip(Cs, C):
+        a[0] = b
+    y, ones = parts.v.new_empty(N, count, c, D).transpose(0, 1), parts.split()
+    for now in cuts:
+        at = now.start if kept is not None else 0             # without a gradient to come, all stretches share the room of one
+        part, fresh, more, slots = parts.each(lambda a: a[now]), not C, [], list(zip(*(a[at:].unbind(0) for a in Cs)))
+        for j, one in enumerate(ones[now]):
+            more.append(learn_chunk(rule, whole, tall, one, M0, slots[j] if C else [], anchor, slots[j + 1]))
+            C, anchor = C or Cs, []                           # from here on there is something
+        z, f, *more = (joined(one) for one in zip(*more))
+        part = part.each(merged)
+        if rule.memory == "linear":
+            e, *balls = more
+            pairs = [(part.xk, e)]
+        else:
+            d, e, a, *balls = more
+            pairs = [(part.xk, d), (a, e)]
+        held = with_M0([] if fresh else [a[at: at + j + 1] for a in Cs], M0)
+        out, *reads = read_chunks(rule, tall, part, pairs, held, part.coef[:, :, s:] if fresh else part.coef)
+        y[now] = out.unflatten(0, (-1, N))
+        if kept is not None:
+            kept.append((z, f, e, *reads, *balls))
+        elif now.stop < count:
+            for a in Cs:
+                a[0] = a[j + 1]
+    return y, [c.clone() for c in slots[j + 1]], Cs, cuts
+
+
+def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, dafter):
+    """The gradient of one stretch of chunks (part, one by one in ones) -> of M0, of C before it, of the anchor; to `grads` those of part."""
+    (count, N), s, (z, f, e, before, RX, *reads) = part.v.shape[:2], part.ends.shape[2], kept
+    reads, balls, saved, all = reads[:len(tall)], reads[len(tall):], (z, f, e), part.each(merged)
+    coef = all.coef if C else all.coef[:, :, s:]
+    W = gradient_point(tall, M0, anchor or [c[:, :, 0] for c in C])
+    out, dheld, dd, da, pairs, factors = read_chunks_backward(
+        rule, tall, all, W, with_M0(C, M0), coef, saved, before, RX, reads, merged(dy))
+    put(grads, xq=out.xq, inner=out.inner, P=out.P, coef=F.pad(out.coef, (0, 0, all.coef.shape[2] - coef.shape[2], 0)))
+    dheld = [d.unflatten(1, (coef.shape[2], -1)).unflatten(0, (count, N)) for d in dheld]
+    dM0 = [d[:, :, -1].sum(0) for d in dheld] if M0 else []
+    dC = list(zip(*(d[:, :, :s].unbind(0) for d in dheld))) if C else [()] * count
+
+    writes = [x if i or all.write is None else all.write for i, (x, _) in enumerate(pairs)]
+    rows = [scaled(d if t else x, all.last) for x, (_, d), t in zip(writes, pairs, tall)]
+    many = separate((W, saved, writes, pairs, factors, rows, balls, dd, da), count)
+    if count > 1 and not dafter:
+        dafter = [torch.zeros_like(c[0]) for c in C]
+    dvs, rest = grads.v.unbind(0), []
+    for j in reversed(range(count)):
+        at, *one = many[j]
+        dv, dW, *more = learn_chunk_backward(rule, tall, ones[j], at, bool(C and not anchor), *one, dC[j], dafter)
+        dvs[j].copy_(dv)
+        dM0 = [m + w for m, w in zip(dM0, dW)]
+        rest.append((*more, dafter))
+        dafter = dC[j]
+    dz, reads, last = zip(*reversed(rest))
+    dz, reads, last = joined(dz), [joined(a) for a in zip(*reads)], [joined(a) for a in zip(*last)]
+    dx, dlast, dends, dacross = write_rest_backward(tall, all, [merged(c) for c in C], writes, pairs, rows, reads, last) if last else [None] * 4
+    if all.write is None and dx is not None:
+        dx, dwrite = dx if out.xk is None else dx.add_(out.xk), None
+    else:
+        dx, dwrite = out.xk, dx
+    put(grads, xk=memory.transposed_product(dz, W[0], all.xk, dx), write=dwrite, last=dlast, ends=dends, across=dacross)
+    return dM0, dafter, dW if anchor else []
+
+
+def put(grads, **fields):
+    """Writes (chunks N, ..) to the (chunks, N, ..) of a Part, or zeros for None."""
+    for name, value in fields.items():
+        to = getattr(grads, name)
+        if to is not None:
+            to.zero_() if value is None else to.copy_(value.view_as(to))
+
+
+def linear_run(rule, state, tokens, mix, B):
+    """Chunks without Newton-Schulz: all of Tokens and Mixing (chunks, N, ..) -> what the last matrix reads (chunks, N, c, D), the state after."""
+    count, c, s = len(tokens.v), mix.coef.shape[2], mix.ends.shape[2]
+    groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
+    tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])
+    M0, W, S, anchor = (lay(group, tall, B) for group in groups)
+    C = [] if state.zero else [torch.stack(ws, 1) for ws in zip(*([W, S] if S else [W]))]
+    if state.zero or not state.pos:                           # the anchor is W
+        anchor = []
+    if M0:
+        mix = mix._replace(coef=F.pad(mix.coef, (0, 0, 0, 1), value=1.0))
+    parts = Part(*tokens, *mix[:5])
+    how = rule, (state.pos + c) % rule.chunk == 0, tall
+    if torch.is_grad_enabled():
+        z, *C = LinearChunks.apply(*how, (len(M0), len(C), len(anchor)), *parts, *M0, *C, *anchor)
+    else:
+        z, C, *_ = linear_chunks(*how, parts, M0, C, anchor)
+    W, S = (memory.unpack(unlay([a[:, j] for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
+    return z, advance(rule, state, W, S, (), count * c)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# With Newton-Schulz: autograd goes from chunk to chunk.
+
+def muon_run(rule, state, tokens, mix, B):
+    """Chunks with Newton-Schulz learn one after the other and are read many at a time; arguments and returns of linear_run."""
+    count, N, n, _ = tokens.xk.shape
+    tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
+    M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
+    numbers = 2 * N * n * max(max(w.shape[-2:]) for w in state.W)                # autograd holds more of them
+    if state.zero:
+        W, S, anchor = [], [], []
+    sizes = [now.stop - now.start for now in stretches(count, numbers, tokens.xk.device, state.zero)]
+    ones = zip(*(pieces(a, [1] * count) for a in (tokens.xk, tokens.v, tokens.write, mix.shares, mix.G, mix.momprod)))
+    ys = []
+    for size, xq, coef in zip(sizes, pieces(tokens.xq, sizes), pieces(mix.coef, sizes)):
+        C, fresh = [], not W
+        for one in islice(ones, size):
+            held, W, S, O = muon_learn(rule, state.pos, tokens.xq.shape[2], tall, *one, M0, W, S, O, anchor)
+            C.append(held)
+            anchor = W
+        ys.append(muon_read(rule, state.pos, tall, M0, [joined(c) for c in zip(*C)], xq, coef, fresh).unflatten(0, (size, N)))
+    W, S, O = (tuple(unlay(group, tall, B)) for group in (W, S, O))
+    return joined(ys), advance(rule, state, W, S if state.S else (), O, count * tokens.xq.shape[2])
+
+
+def muon_learn(rule, pos, c, tall, xk, v, hot, shares, G, momprod, M0, W, S, O, anchor):
+    """One chunk (or a part of one, of c tokens) learns, with Newton-Schulz every `muon_every` tokens.
+
+    All are (N, ..), matrices as `lay` has them; lists that are empty stand for zeros.
+    -> W_j and O_j of its blocks j, one below the other, (N blocks, 2 k, wide), or without a W_0 that is zero; W, S, O after it.
+    """
+    N, r, blocks = len(xk), G.shape[1], shares.shape[1]
+    rows = []                                                 # of each S, at the rows of G: (N, r, k, wide)
+    for i, (a, d) in enumerate(muon_pairs(rule, tall, M0, anchor, xk, v)):
+        s = Write.apply(hot if a is xk and hot is not None else a, d, G.mT[..., None], tall[i])      # all rows in one product
+        s = s.unflatten(1, (r, -1))
+        rows.append(torch.addcmul(s, momprod[..., None], S[i][:, None]) if S and momprod is not None else s)
+    new, rows = zip(*(s.split([r - 1, 1], 1) for s in rows))  # where it is refreshed, and the last
+    if r > 1:
+        new = newton_schulz(new, *rule.newton_schulz)
+    if pos % rule.muon_every:                                 # a block in progress goes on with the O it has
+        new = tuple(torch.cat([old[:, None], o], 1) for old, o in zip(O, new))
+    held, end = [], []                                        # W after the last block
+    for i, o in enumerate(new):
+        WO = torch.cat([W[i][:, None], o], 1) if W else o
+        if blocks == 1:                                       # no work for a product
+            after = shares[..., -1:, None] * o
+            after = torch.addcmul(after, shares[..., :1, None], W[i][:, None]) if W else after
+        else:
+            after = torch.bmm(shares[..., -WO.shape[1]:], WO.flatten(2)).view(o.shape)
+            before = torch.cat([W[i][:, None] if W else torch.zeros_like(o[:, :1]), after[:, :-1]], 1)
+            WO = torch.stack([before, o], 2).flatten(0, 1)
+        held.append(WO.flatten(1, 2))
+        end.append(after.unbind(1)[-1])
+    ended = (pos + c) % rule.chunk == 0
+    return held, rule.bound(end) if ended else end, [s[:, 0] for s in rows], [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
+
+
+def muon_read(rule, pos, tall, M0, C, xq, coef, fresh):
+    """What all tokens of any number of chunks read, xq (N, c, E), block by block; C of muon_learn -> (N, c, D)."""
+    (N, c, _), (_, blocks, m, *_) = xq.shape, coef.shape
+    front, back = padding(pos, c, rule.muon_every)
+    coef = coef.flatten(0, 1)[:, :, int(fresh and blocks == 1):]
+    if M0:
+        C = [torch.cat([w, m0.repeat(N // len(m0), 1, 1).repeat_interleave(blocks, 0)], 1) for w, m0 in zip(C, M0)]
+        coef = F.pad(coef, (0, 0, 0, 1), value=1.0)
+
+    def read(i, R):
+        R_of = F.pad(R, (0, 0, front, back)) if front or back else R
+        z = Read.apply(R_of.reshape(N * blocks, m, R.shape[2]), C[i], coef, tall[i])
+        return z.view(N, blocks * m, -1)[:, front: front + c]
+
+    return memory.answer(rule.memory, read, xq)
+
+
+def muon_pairs(rule, tall, M0, anchor, xk, v):
+    """x_i, d_i of every token, for each matrix of the memory."""
+    W = memory.pack(gradient_point(tall, M0, anchor))
+    out = memory.Gradients.apply(rule.memory, rule.loss, rule.norm, xk, v, *W)
+    if rule.memory == "linear":
+        return [(xk, out[0])]
+    d, e, a = out
+    return [*((xk, part) for part in d.chunk(firsts(rule), -1)), (a, e)]
