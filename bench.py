@@ -621,8 +621,6 @@ def run(args):
     torch.set_float32_matmul_precision(args.matmul)
     torch.manual_seed(0)
     compile = device.type == "cuda" if args.compile is None else args.compile
-    if compile:
-        torch._dynamo.config.recompile_limit = 1000           # so many shapes in one process would fall back to eager
     dtype = torch.float32 if args.dtype == "auto" and device.type == "cpu" else train.pick_dtype(args.dtype, device)
     names = args.model or list(models.PRESETS)
     bench = Bench(device, dtype, compile, args.quick, names)

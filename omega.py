@@ -332,7 +332,12 @@ COMPILED = [(sys.modules[__name__], "mixing")] + [(chunks, name) for name in (
 
 
 def compile_chunks(**options):
-    """torch.compile the loop's body once for all chunks and layers: compiling the loop itself would unroll it, and take minutes."""
+    """torch.compile the loop's body once for all chunks and layers: compiling the loop itself would unroll it, and take minutes.
+
+    Every shape by itself: they are few, and inductor (torch 2.13) gets the strides of some gradients wrong that are to fit all lengths.
+    """
+    torch._dynamo.config.recompile_limit = 1000               # not 8, after which it would be eager again
+    options.setdefault("dynamic", False)
     for module, name in COMPILED:
         f = getattr(module, name)
         setattr(module, name, torch.compile(getattr(f, "_torchdynamo_orig_callable", f), **options))
