@@ -452,20 +452,23 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
 
 
 def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, dafter):
-    """The gradient of one stretch of chunks (part, one by one in ones) -> of M0, of C before it, of the anchor; to `grads` those of part."""
+    """The gradient of one stretch of chunks (`part`, one by one in `ones`) -> those of M0, of C before it, of the anchor.
+
+    Those of part are written to `grads`; dafter is that of C after the stretch, or ().
+    """
     (count, N), s, (z, f, e, before, RX, *reads) = part.v.shape[:2], part.ends.shape[2], kept
-    reads, balls, saved, all = reads[:len(tall)], reads[len(tall):], (z, f, e), part.each(merged)
-    coef = all.coef if C else all.coef[:, :, s:]
+    reads, balls, saved, flat = reads[:len(tall)], reads[len(tall):], (z, f, e), part.each(merged)
+    coef = flat.coef if C else flat.coef[:, :, s:]
     W = gradient_point(tall, M0, anchor or [c[:, :, 0] for c in C])
     out, dheld, dd, da, pairs, factors = read_chunks_backward(
-        rule, tall, all, W, with_M0(C, M0), coef, saved, before, RX, reads, merged(dy))
-    put(grads, xq=out.xq, inner=out.inner, P=out.P, coef=F.pad(out.coef, (0, 0, all.coef.shape[2] - coef.shape[2], 0)))
+        rule, tall, flat, W, with_M0(C, M0), coef, saved, before, RX, reads, merged(dy))
+    put(grads, xq=out.xq, inner=out.inner, P=out.P, coef=F.pad(out.coef, (0, 0, flat.coef.shape[2] - coef.shape[2], 0)))
     dheld = [d.unflatten(1, (coef.shape[2], -1)).unflatten(0, (count, N)) for d in dheld]
     dM0 = [d[:, :, -1].sum(0) for d in dheld] if M0 else []
     dC = list(zip(*(d[:, :, :s].unbind(0) for d in dheld))) if C else [()] * count
 
-    writes = [x if i or all.write is None else all.write for i, (x, _) in enumerate(pairs)]
-    rows = [scaled(d if t else x, all.last) for x, (_, d), t in zip(writes, pairs, tall)]
+    writes = [x if i or flat.write is None else flat.write for i, (x, _) in enumerate(pairs)]
+    rows = [scaled(d if t else x, flat.last) for x, (_, d), t in zip(writes, pairs, tall)]
     many = separate((W, saved, writes, pairs, factors, rows, balls, dd, da), count)
     if count > 1 and not dafter:
         dafter = [torch.zeros_like(c[0]) for c in C]
@@ -479,12 +482,15 @@ def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, daft
         dafter = dC[j]
     dz, reads, last = zip(*reversed(rest))
     dz, reads, last = joined(dz), [joined(a) for a in zip(*reads)], [joined(a) for a in zip(*last)]
-    dx, dlast, dends, dacross = write_rest_backward(tall, all, [merged(c) for c in C], writes, pairs, rows, reads, last) if last else [None] * 4
-    if all.write is None and dx is not None:
+    dx = dlast = dends = dacross = None
+    if last:
+        C = [merged(c) for c in C]
+        dx, dlast, dends, dacross = write_rest_backward(tall, flat, C, writes, pairs, rows, reads, last)
+    if flat.write is None and dx is not None:
         dx, dwrite = dx if out.xk is None else dx.add_(out.xk), None
     else:
         dx, dwrite = out.xk, dx
-    put(grads, xk=memory.transposed_product(dz, W[0], all.xk, dx), write=dwrite, last=dlast, ends=dends, across=dacross)
+    put(grads, xk=memory.transposed_product(dz, W[0], flat.xk, dx), write=dwrite, last=dlast, ends=dends, across=dacross)
     return dM0, dafter, dW if anchor else []
 
 
@@ -497,7 +503,10 @@ def put(grads, **fields):
 
 
 def linear_run(rule, state, tokens, mix, B):
-    """Chunks without Newton-Schulz: all of Tokens and Mixing (chunks, N, ..) -> what the last matrix reads (chunks, N, c, D), the state after."""
+    """Chunks without Newton-Schulz, of B sequences: state, all of Tokens and Mixing (chunks, N, ..)
+
+    -> what the last matrix reads (chunks, N, c, D), and the state after them.
+    """
     count, c, s = len(tokens.v), mix.coef.shape[2], mix.ends.shape[2]
     groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
     tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])

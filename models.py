@@ -142,7 +142,7 @@ def at_least_float32(x):
 
 
 class ShortConv(torch.autograd.Function):
-    """silu(z), z_t = sum_j taps[j] * x_{t-n+1+j}, channel by channel: x (B, T, C), what was before it (B, n - 1, C), taps (n, C) -> (B, T, C).
+    """silu(z), z_t = sum_j taps[j] * x_{t-n+1+j}, channel by channel: (B, n - 1, C) before x (B, T, C), taps (n, C) -> (B, T, C).
 
     F.conv1d wants channels before tokens and takes twice as long on a CPU; autograd of these lines makes a padded copy for each tap,
     and keeps z, which is cheap to have again. A dozen passes over few tokens at a time stay in the cache; a GPU takes all at once.
