@@ -162,7 +162,7 @@ def separate(tree, count):
     return list(zip(*(separate(a, count) for a in tree))) if tree else [()] * count
 
 
-AT_ONCE = dict(cpu=100_000, cuda=2**24)
+AT_ONCE = dict(cpu=100_000, cuda=2**24)                       # numbers; measured on a CPU, a guess for a GPU
 
 
 def stretches(count, numbers, device, alone):
@@ -254,7 +254,7 @@ def pieces(a, sizes):
 # Without Newton-Schulz.
 
 def learn_chunk(rule, whole, tall, part, M0, C, anchor, after):
-    """One chunk (or a part of one) learns without Newton-Schulz, and what it carries is written to `after`.
+    """One chunk (or a part of one) learns without Newton-Schulz: its last W_t (Eq 10) and S_t (Eq 33), written to `after`.
 
     Matrices are as `lay` has them, W and S of each as C (N, s, k, wide), and so `after`; M0, C and the anchor are empty where they are
     zero, zero, and the W of C.
@@ -262,7 +262,7 @@ def learn_chunk(rule, whole, tall, part, M0, C, anchor, after):
     each matrix.
     """
     W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
-    pairs, (z, f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)
+    pairs, (z, f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)        # Eq 16: all at the anchor
     balls = []
     for i, ((x, d), end) in enumerate(zip(pairs, after)):
         write(x if i or part.write is None else part.write, d, part.last, tall[i], end.flatten(1, 2))
@@ -279,7 +279,8 @@ def learn_chunk_backward(rule, tall, part, W, carried, saved, writes, pairs, fac
 
     dC, dd, da: what reading has said of C, of each d, and of the x of the last pair, to which this adds. `writes` holds the x of
     `write`, and `rows` what it makes of the narrow side. W: the weights at which it took gradients, `carried` if they are C's.
-    -> gradients of v, of W, and dz, where dz W^T is part of that of its keys; the products of `dafter` that come up.
+    -> gradients of v, of W, and dz, where dz W^T is part of that of its keys; the products of `dafter` that come up. `dafter` itself
+    becomes the gradient of what the bound was applied to.
     """
     reads = []
     for i, (x, end) in enumerate(zip(writes, dafter)):
@@ -307,7 +308,10 @@ def learn_chunk_backward(rule, tall, part, W, carried, saved, writes, pairs, fac
 
 
 def write_rest_backward(tall, part, C, writes, pairs, rows, reads, dafter):
-    """The rest of it, for any number of chunks at once -> gradients of the x of the first `write`, and of last, ends, across."""
+    """The rest of learn_chunk's gradient, for any number of chunks at once; C and dafter (N, s, k, wide) of each matrix, before and after.
+
+    -> gradients of the x of the first `write`, and of the last, ends, across of Part. `reads`: what learn_chunk_backward had of them.
+    """
     dlast = dends = dacross = None
     for i, (x, (_, d), end) in enumerate(zip(writes, pairs, dafter)):
         if C:
@@ -562,16 +566,16 @@ def muon_learn(rule, pos, c, tall, xk, v, hot, shares, G, momprod, M0, W, S, O, 
     for i, (a, d) in enumerate(muon_pairs(rule, tall, M0, anchor, xk, v)):
         s = Write.apply(hot if a is xk and hot is not None else a, d, G.mT[..., None], tall[i])      # all rows in one product
         s = s.unflatten(1, (r, -1))
-        rows.append(torch.addcmul(s, momprod[..., None], S[i][:, None]) if S and momprod is not None else s)
+        rows.append(torch.addcmul(s, momprod[..., None], S[i][:, None]) if S and momprod is not None else s)     # Eq 33
     new, rows = zip(*(s.split([r - 1, 1], 1) for s in rows))  # where it is refreshed, and the last
     if r > 1:
-        new = newton_schulz(new, *rule.newton_schulz)
+        new = newton_schulz(new, *rule.newton_schulz)         # Eq 40
     if pos % rule.muon_every:                                 # a block in progress goes on with the O it has
         new = tuple(torch.cat([old[:, None], o], 1) for old, o in zip(O, new))
     held, end = [], []                                        # W after the last block
     for i, o in enumerate(new):
         WO = torch.cat([W[i][:, None], o], 1) if W else o
-        if blocks == 1:                                       # no work for a product
+        if blocks == 1:                                       # Eq 32 for a whole block: no work for a product
             after = shares[..., -1:, None] * o
             after = torch.addcmul(after, shares[..., :1, None], W[i][:, None]) if W else after
         else:

@@ -162,7 +162,10 @@ class Tokens(NamedTuple):
 
 
 class Mixing(NamedTuple):
-    """Everything in the formulas above that depends on the gates alone, for one chunk of c tokens and n pairs (as in Tokens)."""
+    """Everything in the formulas above that depends on the gates alone, for chunks of c tokens and n pairs (as in Tokens).
+
+    `...` is (chunks, N).
+    """
     # without Newton-Schulz     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i,   S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
     # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1, W, without momentum
     coef: torch.Tensor | None = None                          # (..., c, s, 1)  keepprod and u = -A diag(step) momprod
