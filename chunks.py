@@ -5,7 +5,7 @@ What a chunk is, and every symbol here, is in omega.py. There are four products 
     read_carried        r_t (keepprod_t W_0 + u_t S_0 + M0)              what tokens read of what was there before their chunk
     read_chunks         + (P o R X^T) D                                  and of what it has learned up to them
     learn_chunk         x_i, d_i at the anchor;  X^T (P_last o D)        what the chunk leaves behind
-    muon_learn          the same for each S_t that Newton-Schulz sees; then W_j and O_j of every block j
+    muon_learn          the same for each S_t that Newton-Schulz sees; then W_j and O_j of every block j, which muon_read reads
 
 Only learning has to go from chunk to chunk. What the tokens of a chunk read depends on the W and S before it and on its pairs, so
 stretches of chunks are read together, as are all parts of their gradient but what leads from W and S after a chunk to those before it.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import memory
-from muon import newton_schulz
+from muon import orthogonalize, orthogonalize_backward
 
 
 def scaled(a, coef):
@@ -78,38 +78,6 @@ def write_backward(X, D, last, tall, dC):
     return *((db, da) if tall else (da, db)), dots(dscaled, a)
 
 
-class Read(torch.autograd.Function):
-    """read_carried as a step of autograd's."""
-
-    @staticmethod
-    def forward(ctx, R, C, coef, tall):
-        z, reads = read_carried(R, C, coef, tall)
-        ctx.tall = tall
-        ctx.save_for_backward(R, C, coef, reads if tall and reads.shape[-1] < R.shape[-1] else None)
-        return z
-
-    @staticmethod
-    def backward(ctx, dz):
-        R, C, coef, reads = ctx.saved_tensors
-        if ctx.tall and reads is None:                        # as much as R: again takes no longer
-            reads = memory.product(R, C.mT)
-        return *read_carried_backward(R, C, coef, ctx.tall, reads, dz), None
-
-
-class Write(torch.autograd.Function):
-    """write as a step of autograd's."""
-
-    @staticmethod
-    def forward(ctx, X, D, last, tall):
-        ctx.tall = tall
-        ctx.save_for_backward(X, D, last)
-        return write(X, D, last, tall)
-
-    @staticmethod
-    def backward(ctx, dC):
-        return *write_backward(*ctx.saved_tensors, ctx.tall, dC), None
-
-
 def padding(pos, length, every):
     """How many tokens to fill up the stretch's first block with, and its last; a single block is taken as it is."""
     front, back = pos % every, -(pos + length) % every
@@ -117,17 +85,20 @@ def padding(pos, length, every):
 
 
 class Part(NamedTuple):
-    """What chunks without Newton-Schulz need: fields of Tokens and Mixing, of all chunks (chunks, N, ..), or of one (N, ..)."""
+    """The fields of Tokens and Mixing, of all chunks (chunks, N, ..), or of one (N, ..)."""
     xq: torch.Tensor
     xk: torch.Tensor
     v: torch.Tensor
     write: torch.Tensor | None
     inner: torch.Tensor | None
     coef: torch.Tensor
-    P: torch.Tensor
-    last: torch.Tensor
-    ends: torch.Tensor
-    across: torch.Tensor | None
+    P: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
+    across: torch.Tensor | None = None
+    shares: torch.Tensor | None = None
+    G: torch.Tensor | None = None
+    momprod: torch.Tensor | None = None
 
     def each(self, f):
         return Part(*(None if a is None else f(a) for a in self))
@@ -136,6 +107,52 @@ class Part(NamedTuple):
         """One Part for all chunks -> one for each."""
         columns = [None if a is None else a.unbind(0) for a in self]
         return [Part(*(None if a is None else a[j] for a in columns)) for j in range(len(self.v))]
+
+
+class Chunks(torch.autograd.Function):
+    """All chunks of a run: they learn one after the other and are read many at a time; and their gradient.
+
+    Autograd of the same lines takes twice as long and keeps more: to it each product, sum and view is a step of its own, and it
+    keeps what is cheaper to compute again. `forward` and `backward` are linear_chunks and its gradient, or muon_chunks and its; `how`
+    their first arguments; then come the fields of Part and groups of matrices (M0, W, ..), of `sizes`. Returns what the last matrix reads
+    (chunks, N, c, D), then the groups at the end.
+    """
+
+    @staticmethod
+    def forward(ctx, forward, backward, how, sizes, *tensors):
+        kept = []
+        parts, *groups = grouped(tensors, sizes)
+        y, after = forward(*how, Part(*parts), *groups[:-1], kept)
+        ctx.gradient, ctx.how, ctx.sizes, ctx.lengths = backward, how, sizes, [len(one) for one in kept]
+        ctx.save_for_backward(*tensors, *(a for one in kept for a in one))
+        ctx.set_materialize_grads(False)
+        return y, *after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, *dafter):
+        parts, *groups, kept = grouped(ctx.saved_tensors, ctx.sizes)
+        parts, (*kept, _) = Part(*parts), grouped(kept, ctx.lengths)
+        if dy is None:                                        # what was read is not used
+            dy = parts.v.new_zeros(*parts.xq.shape[:3], parts.v.shape[-1])
+        grads = parts.each(empty_like)
+        dgroups = ctx.gradient(*ctx.how, parts, *groups, kept, grads, dy, dafter)
+        return None, None, None, None, *grads, *(a for group in dgroups for a in group)
+
+
+def grouped(items, sizes):
+    """The first items, so many a group; then a group of all others."""
+    items = iter(items)
+    return *(list(islice(items, n)) for n in sizes), list(items)
+
+
+def run(forward, backward, how, parts, *groups):
+    """forward(*how, parts, *groups), with a gradient if there may be one -> what is read, the matrices at the end."""
+    if not torch.is_grad_enabled():
+        return forward(*how, parts, *groups)
+    sizes = [len(group) for group in (parts, *groups)]
+    y, *after = Chunks.apply(forward, backward, how, sizes, *parts, *(a for group in groups for a in group))
+    return y, after
 
 
 def empty_like(a):
@@ -165,13 +182,15 @@ def separate(tree, count):
 AT_ONCE = dict(cpu=100_000, cuda=2**24)                       # numbers; measured on a CPU, a guess for a GPU
 
 
-def stretches(count, numbers, device, alone):
-    """`count` chunks of which each makes temporaries of so many numbers, as slices of those to be read together.
+def stretches(parts, weights, alone):
+    """The chunks that are read together, as slices of all; the first is by itself if it has to be `alone`.
 
     Together they share the calls of some fifty operations, but a temporary is memory, and on a CPU should be in its cache when it is
-    read. The first chunk is by itself if it has to be `alone`.
+    read: its numbers are a pair's for each of the most units that the weights have, as `lay` has them.
     """
-    size, first = max(1, AT_ONCE.get(device.type, AT_ONCE["cpu"]) // numbers), int(alone)
+    (count, N, n, _), device = parts.v.shape, parts.v.device
+    numbers, first = N * n * max(w.shape[-1] for w in weights), int(alone)
+    size = max(1, AT_ONCE.get(device.type, AT_ONCE["cpu"]) // numbers)
     return [slice(0, 1)] * first + [slice(j, min(j + size, count)) for j in range(first, count, size)]
 
 
@@ -372,63 +391,17 @@ def read_chunks_backward(rule, tall, part, W, held, coef, saved, before, RX, rea
     return Part(drows, dxk, None, None, dinner, dcoef, dP, None, None, None), dheld, dd, da, pairs, factors
 
 
-class LinearChunks(torch.autograd.Function):
-    """All chunks of a run without Newton-Schulz: they learn one after the other and are read many at a time; and their gradient.
-
-    Autograd of the same lines takes twice as long and keeps more: to it each product, sum and view is a step of its own, and it
-    keeps what is cheaper to compute again. Arguments: the fields of Part, then the matrices M0, C, anchor of learn_chunk, of which
-    there are `sizes`. Returns what the last matrix reads (chunks, N, c, D), then C at the end.
-    """
-
-    @staticmethod
-    def forward(ctx, rule, whole, tall, sizes, *tensors):
-        parts, M0, C, anchor = LinearChunks.sort(tensors, sizes)
-        kept = []
-        y, C, Cs, ctx.stretches = linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept)
-        ctx.how, ctx.lengths = (rule, tall, sizes), [len(one) for one in kept]
-        ctx.save_for_backward(*tensors, *Cs, *(a for one in kept for a in one))
-        ctx.set_materialize_grads(False)
-        return y, *C
-
-    @staticmethod
-    def sort(tensors, sizes):
-        tensors = iter(tensors)
-        return Part(*islice(tensors, len(Part._fields))), *(list(islice(tensors, n)) for n in sizes)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, *dC):
-        (rule, tall, sizes), saved = ctx.how, iter(ctx.saved_tensors)
-        parts, M0, C, anchor = LinearChunks.sort(islice(saved, len(Part._fields) + sum(sizes)), sizes)
-        Cs, grads = list(islice(saved, len(tall))), parts.each(empty_like)
-        kept = [list(islice(saved, n)) for n in ctx.lengths]
-        if dy is None:                                        # what was read is not used
-            dy = parts.v.new_zeros(*parts.P.shape[:3], parts.v.shape[-1])
-        dafter = ()
-        if any(d is not None for d in dC):                    # the state at the end is
-            dafter = [torch.zeros_like(c[-1]) if d is None else d.clone() for c, d in zip(Cs, dC)]
-        dM0 = [None] * len(M0)
-        ones = parts.split()
-        for now, one in reversed(list(zip(ctx.stretches, kept))):
-            part, grad, first = parts.each(lambda a: a[now]), grads.each(lambda a: a[now]), not now.start
-            before = [] if first and not C else [c[now] for c in Cs]
-            more, dafter, danchor = linear_backward(
-                rule, tall, part, ones[now], grad, M0, before, anchor if first else [], one, dy[now], dafter)
-            dM0 = [plus(a, b) for a, b in zip(dM0, more)]
-        return None, None, None, None, *grads, *dM0, *dafter, *danchor
-
-
 def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
-    """The forward pass of LinearChunks; `kept` gets what the gradient needs of each stretch.
-
-    -> what is read (chunks, N, c, D), C at the end, C before each chunk and after the last (chunks + 1, N, ..), and the stretches.
+    """All chunks -> what is read (chunks, N, c, D), C at the end. `kept` gets what the gradient needs: first C before each chunk and
+    after the last (chunks + 1, N, ..), then of each stretch.
     """
-    (count, N, n, D), c, s = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2]
-    cuts = stretches(count, N * n * max(w.shape[-1] for w in C or M0), parts.v.device, not C)
+    (count, N, n, D), c, s, cuts = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2], stretches(parts, C or M0, not C)
     room = 1 + (count if kept is not None else max(now.stop - now.start for now in cuts))
     Cs = [w.new_empty(room, N, s, *w.shape[-2:]) for w in C or M0]
     for a, b in zip(Cs, C):
         a[0] = b
+    if kept is not None:
+        kept.append(Cs)
     y, ones = parts.v.new_empty(N, count, c, D).transpose(0, 1), parts.split()
     for now in cuts:
         at = now.start if kept is not None else 0             # without a gradient to come, all stretches share the room of one
@@ -452,7 +425,24 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
         elif now.stop < count:
             for a in Cs:
                 a[0] = a[j + 1]
-    return y, [c.clone() for c in slots[j + 1]], Cs, cuts
+    return y, [c.clone() for c in slots[j + 1]]
+
+
+def linear_chunks_backward(rule, whole, tall, parts, M0, C, anchor, kept, grads, dy, dafter):
+    """The gradient of linear_chunks -> that of M0, C, anchor; that of parts is written to `grads`. dafter: of C at the end, or None."""
+    Cs, *kept = kept
+    if any(d is not None for d in dafter):                    # the state at the end is used
+        dafter = [torch.zeros_like(c[-1]) if d is None else d.clone() for c, d in zip(Cs, dafter)]
+    else:
+        dafter = ()
+    dM0, ones = [None] * len(M0), parts.split()
+    for now, one in reversed(list(zip(stretches(parts, C or M0, not C), kept))):
+        first = not now.start
+        more, dafter, danchor = linear_backward(
+            rule, tall, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), M0,
+            [] if first and not C else [c[now] for c in Cs], anchor if first else [], one, dy[now], dafter)
+        dM0 = [plus(a, b) for a, b in zip(dM0, more)]
+    return dM0, dafter, danchor
 
 
 def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, dafter):
@@ -503,7 +493,7 @@ def put(grads, **fields):
     for name, value in fields.items():
         to = getattr(grads, name)
         if to is not None:
-            to.zero_() if value is None else to.copy_(value.view_as(to))
+            to.zero_() if value is None else to.copy_(value if value.shape == to.shape else value.view_as(to))
 
 
 def linear_run(rule, state, tokens, mix, B):
@@ -520,96 +510,251 @@ def linear_run(rule, state, tokens, mix, B):
         anchor = []
     if M0:
         mix = mix._replace(coef=F.pad(mix.coef, (0, 0, 0, 1), value=1.0))
-    parts = Part(*tokens, *mix[:5])
     how = rule, (state.pos + c) % rule.chunk == 0, tall
-    if torch.is_grad_enabled():
-        z, *C = LinearChunks.apply(*how, (len(M0), len(C), len(anchor)), *parts, *M0, *C, *anchor)
-    else:
-        z, C, *_ = linear_chunks(*how, parts, M0, C, anchor)
+    z, C = run(linear_chunks, linear_chunks_backward, how, Part(*tokens, *mix), M0, C, anchor)
     W, S = (memory.unpack(unlay([a[:, j] for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
     return z, advance(rule, state, W, S, (), count * c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
-# With Newton-Schulz: autograd goes from chunk to chunk.
+# With Newton-Schulz.
 
-def muon_run(rule, state, tokens, mix, B):
-    """Chunks with Newton-Schulz learn one after the other and are read many at a time; arguments and returns of linear_run."""
-    count, N, n, _ = tokens.xk.shape
-    tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
-    M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
-    numbers = 2 * N * n * max(max(w.shape[-2:]) for w in state.W)                # autograd holds more of them
-    if state.zero:
-        W, S, anchor = [], [], []
-    sizes = [now.stop - now.start for now in stretches(count, numbers, tokens.xk.device, state.zero)]
-    ones = zip(*(pieces(a, [1] * count) for a in (tokens.xk, tokens.v, tokens.write, mix.shares, mix.G, mix.momprod)))
-    ys = []
-    for size, xq, coef in zip(sizes, pieces(tokens.xq, sizes), pieces(mix.coef, sizes)):
-        C, fresh = [], not W
-        for one in islice(ones, size):
-            held, W, S, O = muon_learn(rule, state.pos, tokens.xq.shape[2], tall, *one, M0, W, S, O, anchor)
-            C.append(held)
-            anchor = W
-        ys.append(muon_read(rule, state.pos, tall, M0, [joined(c) for c in zip(*C)], xq, coef, fresh).unflatten(0, (size, N)))
-    W, S, O = (tuple(unlay(group, tall, B)) for group in (W, S, O))
-    return joined(ys), advance(rule, state, W, S if state.S else (), O, count * tokens.xq.shape[2])
+def apart(rule, pairs):
+    """The pairs of packed matrices -> those of each matrix, which Newton-Schulz sees by itself."""
+    if rule.memory != "gated":
+        return pairs
+    (x, d), last = pairs
+    return [*((x, half) for half in d.chunk(2, -1)), last]
 
 
-def muon_learn(rule, pos, c, tall, xk, v, hot, shares, G, momprod, M0, W, S, O, anchor):
+def in_blocks(a, blocks, front, back):
+    """Rows (N, c, ..) of chunks -> (N blocks, m, ..) of their blocks, filled up (`padding`)."""
+    a = F.pad(a, (0, 0, front, back)) if front or back else a
+    return a.reshape(len(a) * blocks, -1, a.shape[2])
+
+
+def go_on(shares, W, o):
+    """Eq 32 from block to block: W before the first (or None, for a zero and a single block), O_j (N, blocks, k, wide)
+
+    -> W_j and O_j (N, blocks, 2, k, wide), or O_j alone for a W that is zero; W after the last block.
+    """
+    if o.shape[1] == 1:                                       # no work for a product
+        of_W, of_O = shares.view(-1, 2, 1, 1).unbind(1)
+        o = o[:, 0]
+        if W is None:
+            return o[:, None, None], of_O * o
+        return torch.stack([W, o], 1)[:, None], (of_O * o).addcmul_(of_W, W)
+    after = torch.bmm(shares, torch.cat([W[:, None], o], 1).flatten(2)).view(o.shape)
+    return torch.stack([torch.cat([W[:, None], after[:, :-1]], 1), o], 2), after[:, -1]
+
+
+def go_on_backward(shares, held, dheld, dafter):
+    """Adds to dheld, that of W_j and O_j, what they get through W after the last block; then W has that of W_0. -> dshares."""
+    dafter = dafter[:, None]
+    if held.shape[1] == 1:
+        held, dheld, s = held[:, 0], dheld[:, 0], held.shape[2]
+        dheld.addcmul_(dafter, shares.view(-1, 2, 1, 1)[:, -s:])
+        return F.pad((dafter * held).sum((-2, -1)), (2 - s, 0))[:, None]
+    dafter = torch.cat([dheld[:, 1:, 0], dafter], 1).flatten(2)                  # W after a block is the next one's before
+    WO = torch.cat([held[:, :1, 0], held[:, :, 1]], 1)
+    dWO = torch.bmm(shares.mT, dafter).view(WO.shape)
+    dheld[:, 0, 0].add_(dWO[:, 0])
+    dheld[:, :, 1].add_(dWO[:, 1:])
+    return torch.bmm(dafter, WO.flatten(2).mT)
+
+
+def muon_learn(rule, pos, c, tall, part, M0, W, S, O, anchor):
     """One chunk (or a part of one, of c tokens) learns, with Newton-Schulz every `muon_every` tokens.
 
-    All are (N, ..), matrices as `lay` has them; lists that are empty stand for zeros.
-    -> W_j and O_j of its blocks j, one below the other, (N blocks, 2 k, wide), or without a W_0 that is zero; W, S, O after it.
+    Matrices are as `lay` has them; lists that are empty stand for zeros, the anchor for W.
+    -> W_j and O_j of its blocks, as `go_on` has them; W, S, O after it; for its gradient, what memory.gradients saves, S_t at the
+    rows of G (N, r, k, wide), what bounds each matrix, what Newton-Schulz saves.
     """
-    N, r, blocks = len(xk), G.shape[1], shares.shape[1]
-    rows = []                                                 # of each S, at the rows of G: (N, r, k, wide)
-    for i, (a, d) in enumerate(muon_pairs(rule, tall, M0, anchor, xk, v)):
-        s = Write.apply(hot if a is xk and hot is not None else a, d, G.mT[..., None], tall[i])      # all rows in one product
-        s = s.unflatten(1, (r, -1))
-        rows.append(torch.addcmul(s, momprod[..., None], S[i][:, None]) if S and momprod is not None else s)     # Eq 33
-    new, rows = zip(*(s.split([r - 1, 1], 1) for s in rows))  # where it is refreshed, and the last
+    r, G = part.G.shape[1], part.G.mT.contiguous()[..., None]
+    momprod = part.momprod[..., None] if S and part.momprod is not None else None
+    at = memory.pack(gradient_point(tall, M0, anchor or W))
+    pairs, saved = memory.gradients(rule.memory, rule.loss, at, part.xk, part.v, rule.norm)      # Eq 16: all at the anchor
+    rows = []
+    for i, (x, d) in enumerate(apart(rule, pairs)):
+        hot = i < firsts(rule) and part.write is not None
+        s = write(part.write if hot else x, d, G, tall[i]).unflatten(1, (r, -1))                 # all rows in one product
+        rows.append(s if momprod is None else s.addcmul_(momprod, S[i][:, None]))                # Eq 33
+    new, ns = [s[:, :-1] for s in rows], []                   # NS is refreshed at all rows but the last, the chunk's end
     if r > 1:
-        new = newton_schulz(new, *rule.newton_schulz)         # Eq 40
+        new, ns = orthogonalize(new, *rule.newton_schulz)     # Eq 40
     if pos % rule.muon_every:                                 # a block in progress goes on with the O it has
-        new = tuple(torch.cat([old[:, None], o], 1) for old, o in zip(O, new))
-    held, end = [], []                                        # W after the last block
-    for i, o in enumerate(new):
-        WO = torch.cat([W[i][:, None], o], 1) if W else o
-        if blocks == 1:                                       # Eq 32 for a whole block: no work for a product
-            after = shares[..., -1:, None] * o
-            after = torch.addcmul(after, shares[..., :1, None], W[i][:, None]) if W else after
+        new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
+    if not W and new[0].shape[1] > 1:
+        W = [torch.zeros_like(o[:, 0]) for o in new]
+    held, W = zip(*(go_on(part.shares, W[i] if W else None, o) for i, o in enumerate(new)))
+    balls = []
+    if rule.ball and (pos + c) % rule.chunk == 0:
+        balls = [ball_factors(rule, w, t, 1) for w, t in zip(W, tall)]
+        W = [w * ball for w, ball in zip(W, balls)]
+    O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
+    return held, W, [s[:, -1] for s in rows], O, (*saved, *rows, *balls, *ns)
+
+
+def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, saved, pairs, factors, dheld, dW, dS, dO):
+    """The gradient of muon_learn, from that of `held` (to which this adds), and of W, S and O after it.
+
+    S is the one before it; `at` the weights at which it took gradients, packed. -> gradients of the fields of part, by name; of W, S, O
+    before it; of `at`.
+    """
+    r, G, dshares = part.G.shape[1], part.G.mT.contiguous()[..., None], None
+    for i, (one, done) in enumerate(zip(held, dheld)):
+        if dO:
+            done[:, -1, -1].add_(dO[i])
+        dshares = plus(dshares, go_on_backward(part.shares, one, done, dW[i] * balls[i] if balls else dW[i]))
+    dW, new = [d[:, 0, 0] for d in dheld], [d[:, :, -1] for d in dheld]
+    dO = []
+    if pos % rule.muon_every:
+        dO, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
+    if r > 1:
+        new = orthogonalize_backward([s[:, :-1] for s in rows], ns, new, *rule.newton_schulz)
+    drows, dmomprod = [torch.cat([d, last[:, None]], 1) for d, last in zip(new, dS)], None
+    dS = []
+    if S:
+        momprod = part.momprod[..., None]
+        dS = [(d * momprod).sum(1) for d in drows]
+        dmomprod = sum((d * s[:, None]).sum((-2, -1)) for d, s in zip(drows, S))
+    dG = dx = dwrite = da = None
+    dd = []
+    for i, (x, d) in enumerate(apart(rule, pairs)):
+        hot = i < firsts(rule) and part.write is not None
+        dX, dD, dlast = write_backward(part.write if hot else x, d, G, tall[i], drows[i].flatten(1, 2))
+        dG = plus(dG, dlast)
+        dd.append(dD)
+        if i >= firsts(rule):
+            da = dX
+        elif hot:
+            dwrite = plus(dwrite, dX)
         else:
-            after = torch.bmm(shares[..., -WO.shape[1]:], WO.flatten(2)).view(o.shape)
-            before = torch.cat([W[i][:, None] if W else torch.zeros_like(o[:, :1]), after[:, :-1]], 1)
-            WO = torch.stack([before, o], 2).flatten(0, 1)
-        held.append(WO.flatten(1, 2))
-        end.append(after.unbind(1)[-1])
-    ended = (pos + c) % rule.chunk == 0
-    return held, rule.bound(end) if ended else end, [s[:, 0] for s in rows], [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
+            dx = plus(dx, dX)
+    dd = [torch.cat(dd[:2], -1), dd[2]] if len(dd) == 3 else dd
+    dat, dz, dv = memory.gradients_backward(rule.memory, rule.loss, at, part.v, rule.norm, saved, pairs, factors, dd, da)
+    dat = [[(x, half)] for x, d in dat[0] for half in d.chunk(firsts(rule), -1)] + dat[1:]
+    dxk = memory.transposed_product(dz, at[0], part.xk, dx)
+    named = dict(xk=dxk, v=dv, write=dwrite, shares=dshares, G=dG.squeeze(-1).mT, momprod=dmomprod)
+    return named, dW, dS, dO, [memory.outer(group, t) for group, t in zip(dat, tall)]
 
 
-def muon_read(rule, pos, tall, M0, C, xq, coef, fresh):
-    """What all tokens of any number of chunks read, xq (N, c, E), block by block; C of muon_learn -> (N, c, D)."""
-    (N, c, _), (_, blocks, m, *_) = xq.shape, coef.shape
-    front, back = padding(pos, c, rule.muon_every)
-    coef = coef.flatten(0, 1)[:, :, int(fresh and blocks == 1):]
+def muon_held(M0, held, coef):
+    """What the blocks of all chunks read: W_j, O_j and M0, whose coefficient is 1, (N blocks, 3 k, wide); the coefficients."""
+    coef = coef.flatten(0, 1)[:, :, -held[0].shape[2]:]
     if M0:
-        C = [torch.cat([w, m0.repeat(N // len(m0), 1, 1).repeat_interleave(blocks, 0)], 1) for w, m0 in zip(C, M0)]
+        held = [h.unflatten(0, (-1, len(m))) for h, m in zip(held, M0)]
+        held = [torch.cat([h, m[:, None, None].expand(*h.shape[:3], -1, -1, -1)], 3).flatten(0, 1) for h, m in zip(held, M0)]
         coef = F.pad(coef, (0, 0, 0, 1), value=1.0)
-
-    def read(i, R):
-        R_of = F.pad(R, (0, 0, front, back)) if front or back else R
-        z = Read.apply(R_of.reshape(N * blocks, m, R.shape[2]), C[i], coef, tall[i])
-        return z.view(N, blocks * m, -1)[:, front: front + c]
-
-    return memory.answer(rule.memory, read, xq)
+    return [h.flatten(0, 1).flatten(1, 2) for h in held], coef
 
 
-def muon_pairs(rule, tall, M0, anchor, xk, v):
-    """x_i, d_i of every token, for each matrix of the memory."""
-    W = memory.pack(gradient_point(tall, M0, anchor))
-    out = memory.Gradients.apply(rule.memory, rule.loss, rule.norm, xk, v, *W)
+def muon_read(rule, fill, tall, C, coef, xq):
+    """What all tokens of any number of chunks read, xq (N, c, E), block by block; C and coef of muon_held, `fill` of padding.
+
+    -> (N, c, D); for the gradient, what the hidden units are made of (or None), and what read_carried keeps.
+    """
+    (N, c, _), reads = xq.shape, [None] * len(C)
+
+    def read(i, rows):
+        z, reads[i] = read_carried(in_blocks(rows, len(coef) // N, *fill), C[i], coef, tall[i])
+        return z.reshape(N, -1, z.shape[2])[:, fill[0]: fill[0] + c]
+
     if rule.memory == "linear":
-        return [(xk, out[0])]
-    d, e, a = out
-    return [*((xk, part) for part in d.chunk(firsts(rule), -1)), (a, e)]
+        return read(0, xq), None, *reads
+    z = torch.cat([read(i, xq) for i in range(firsts(rule))], -1)
+    return read(-1, memory.hidden(rule.memory, z)), z, *reads
+
+
+def muon_read_backward(rule, fill, tall, C, coef, xq, z, reads, dy):
+    """The gradient of muon_read -> that of C, coef, xq."""
+    (N, c, _), dC, dcoef = xq.shape, [None] * len(C), [None] * len(C)
+
+    def read_backward(i, rows, dz):
+        rows, dz = (in_blocks(a, len(coef) // N, *fill) for a in (rows, dz))
+        drows, dC[i], dcoef[i] = read_carried_backward(rows, C[i], coef, tall[i], reads[i], dz)
+        return drows.reshape(N, -1, drows.shape[2])[:, fill[0]: fill[0] + c]
+
+    if rule.memory == "linear":
+        dxq = read_backward(0, xq, dy)
+    else:
+        dz = memory.hidden_backward(rule.memory, z, read_backward(-1, memory.hidden(rule.memory, z), dy))
+        dxq = sum(read_backward(i, xq, part) for i, part in enumerate(dz.chunk(firsts(rule), -1)))
+    return dC, sum(dcoef), dxq
+
+
+def muon_chunks(rule, pos, tall, parts, M0, W, S, O, anchor, kept=None):
+    """All chunks -> what is read (chunks, N, c, D); W, S and O at the end. `kept` gets what the gradient needs: of each stretch, then
+    of each of its chunks.
+    """
+    (count, N, _, D), c, ones = parts.v.shape, parts.xq.shape[2], parts.split()
+    y, fill = parts.v.new_empty(N, count, c, D).transpose(0, 1), padding(pos, c, rule.muon_every)
+    for now in stretches(parts, W or M0, not W):
+        held, learned = [], []
+        for one in ones[now]:
+            blocks, W, S, O, saved = muon_learn(rule, pos, c, tall, one, M0, W, S, O, anchor)
+            held.append(blocks)
+            learned.append(saved)
+            anchor = []
+        held = [joined(a) for a in zip(*held)]
+        out, *reads = muon_read(rule, fill, tall, *muon_held(M0, held, merged(parts.coef[now])), merged(parts.xq[now]))
+        y[now] = out.unflatten(0, (-1, N))
+        if kept is not None:
+            kept += [(*held, *reads), *learned]
+    return y, [a.clone() for a in (*W, *(S if parts.momprod is not None else ()), *O)]
+
+
+def muon_chunks_backward(rule, pos, tall, parts, M0, W, S, O, anchor, kept, grads, dy, dafter):
+    """The gradient of muon_chunks -> that of M0, W, S, O, anchor; that of parts is written to `grads`. dafter: of W, S, O at the end."""
+    k, kept, read, learned, momentum = len(tall), iter(kept), [], [], parts.momprod is not None
+    cuts = stretches(parts, W or M0, not W)
+    sizes = 3, k, k if rule.ball and (pos + parts.xq.shape[2]) % rule.chunk == 0 else 0
+    for now in cuts:
+        read.append(next(kept))
+        learned += [grouped(one, sizes) for one in islice(kept, now.stop - now.start)]           # saved, rows, balls, ns
+    before = [S] + [[s[:, -1] for s in rows] if momentum else [] for _, rows, *_ in learned]
+    zeros = [torch.zeros_like(s[:, 0]) for s in learned[0][1]]
+    dW, dS, dO = ([z if d is None else d for z, d in zip(zeros, ds)] for ds in grouped(dafter, (k, k if momentum else 0)))
+    dS, dM0 = dS or zeros, [0] * len(M0)
+    ones, onegrads = parts.split(), grads.split()
+    for now, one in reversed(list(zip(cuts, read))):
+        part, dpart = parts.each(lambda a: merged(a[now])), grads.each(lambda a: a[now])
+        each, more = muon_stretch_backward(rule, pos, tall, part, dpart, M0, [] if now.start else anchor, one, learned[now], merged(dy[now]))
+        dM0 = [m + d for m, d in zip(dM0, more)]
+        for j in reversed(range(now.start, now.stop)):
+            named, dW, dS, dO, dat = muon_learn_backward(rule, pos, tall, ones[j], before[j], *learned[j][1:], *each[j - now.start], dW, dS, dO)
+            put(onegrads[j], **named)
+            dM0 = [m + d for m, d in zip(dM0, dat)]
+            if not anchor:
+                dW = [w.add_(d) for w, d in zip(dW, dat)]
+    return dM0, dW if W else [], dS if S else [], dO, dat if anchor else []
+
+
+def muon_stretch_backward(rule, pos, tall, part, grads, M0, anchor, read, learned, dy):
+    """The gradient of what the chunks of a stretch read -> of each, what muon_learn_backward wants; the gradient of M0."""
+    (held, (z,), reads), count = grouped(read, (len(tall), 1)), len(learned)
+    (_, blocks, s, *_), fill = held[0].shape, padding(pos, part.xq.shape[1], rule.muon_every)
+    C, coef = muon_held(M0, held, part.coef)
+    dC, dcoef, dxq = muon_read_backward(rule, fill, tall, C, coef, part.xq, z, reads, dy)
+    put(grads, xq=dxq, coef=F.pad(dcoef[:, :, :s], (0, 0, 2 - s, 0)))
+    dC = [d.unflatten(1, (coef.shape[2], -1)).unflatten(0, (-1, blocks)) for d in dC]            # as held, then M0
+    dM0 = [d[:, :, -1].unflatten(0, (count, -1)).sum((0, 2)) for d in dC] if M0 else []
+    W = [h[:, 0, 0].unflatten(0, (count, -1)) for h in held] if s == 2 else []
+    at = memory.pack(gradient_point(tall, M0, anchor or W))
+    saved = tuple(joined(a) for a in zip(*(saved for saved, *_ in learned)))
+    pairs, factors = memory.gradients_again(rule.memory, at, part.xk, saved)
+    return separate((at, held, saved, pairs, factors, [d[:, :, :s] for d in dC]), count), dM0
+
+
+def muon_run(rule, state, tokens, mix, B):
+    """Chunks with Newton-Schulz; arguments and returns of linear_run."""
+    count, c, pos = len(tokens.v), tokens.xq.shape[2], state.pos
+    tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
+    M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
+    if state.zero:
+        W, S = [], []
+    if state.zero or not pos:                                 # the anchor is W
+        anchor = []
+    z, after = run(muon_chunks, muon_chunks_backward, (rule, pos, tall), Part(*tokens, *mix), M0, W, S, O, anchor)
+    W, S, O = (tuple(unlay(group, tall, B)) for group in grouped(after, (len(tall), len(tall) if state.S else 0)))
+    return z, advance(rule, state, W, S, O, count * c)

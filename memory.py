@@ -265,25 +265,3 @@ def gelu(z):
     square = z * z
     pdf = (square * -0.5).exp_().mul_((2 * torch.pi) ** -0.5)
     return F.gelu(z), torch.ops.aten.gelu_backward(torch.ones_like(z), z), square.neg_().add_(2).mul_(pdf)
-
-
-class Gradients(torch.autograd.Function):
-    """`gradients` with their outer gradient written out: (kind, loss, norm, x, v, *W) -> the d of each pair and, of a deep memory, a."""
-
-    @staticmethod
-    def forward(ctx, kind, loss_kind, norm, x, v, *W):
-        pairs, saved = gradients(kind, loss_kind, W, x, v, norm)
-        ctx.how = kind, loss_kind, norm
-        ctx.save_for_backward(x, v, *saved, *W)
-        return (*(d for _, d in pairs), *(a for a, _ in pairs[1:]))
-
-    @staticmethod
-    def backward(ctx, *dpairs):
-        (kind, loss_kind, norm), (x, v, z, f, e, *W) = ctx.how, ctx.saved_tensors
-        saved = z, f, e
-        pairs, factors = gradients_again(kind, W, x, saved)
-        first, *rest = dpairs
-        rest = [d.clone() for d in rest]                      # they are written to
-        dW, dz, dv = gradients_backward(kind, loss_kind, W, v, norm, saved, pairs, factors, [first, *rest], rest[-1] if rest else None)
-        dx = transposed_product(dz, W[0], x)
-        return None, None, None, dx, dv, *(outer(g, True).mT if feature_major(w) else outer(g) for g, w in zip(dW, W))

@@ -12,7 +12,10 @@ matrices in one call: a step multiplies X by Q = a I + b G + c G^2, so
 
 All of R, Q, G are polynomials of the first G: symmetric, and they commute.
 """
+from itertools import islice
+
 import torch
+from torch.autograd.function import once_differentiable
 
 COEFFICIENTS = {
     "muon": (3.4445, -4.7750, 2.0315),                        # steep at 0: small singular values grow 3.4x a step
@@ -25,7 +28,7 @@ def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False, d
     if S.shape[-2] > S.shape[-1]:
         return newton_schulz_ref(S.mT, steps, coefficients, straight_through, dtype).mT
     a, b, c = COEFFICIENTS[coefficients]
-    start = unit(S)
+    start = S * inverse_norm(S)
     X = start.to(dtype or S.dtype)
     for _ in range(steps):
         G = X @ X.mT
@@ -34,11 +37,11 @@ def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False, d
     return start + (X - start).detach() if straight_through else X
 
 
-def unit(S):
-    """S / |S|_F; a zero matrix stays zero and passes no gradient."""
+def inverse_norm(S):
+    """1 / |S|_F, and 0 for a zero matrix, which so stays zero and passes no gradient."""
     norm = torch.linalg.vector_norm(S, dim=(-2, -1), keepdim=True)
     tiny = torch.finfo(S.dtype).tiny * 1e3
-    return S * torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)
+    return torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)
 
 
 def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype=None):
@@ -51,19 +54,105 @@ def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype
     """
     if coefficients not in COEFFICIENTS:
         raise ValueError(f"unknown coefficients {coefficients!r}; choose one of {', '.join(COEFFICIENTS)}")
-    many = S if isinstance(S, tuple) else (S,)
-    plain = straight_through or steps > 5 or (dtype or many[0].dtype) in (torch.float16, torch.bfloat16)
-    out = [None] * len(many)
-    for side in {min(s.shape[-2:]) for s in many}:
-        same = [i for i, s in enumerate(many) if min(s.shape[-2:]) == side]
-        if plain or all(max(many[i].shape[-2:]) < 2 * side for i in same):       # G squares the condition: only where it pays
-            for i in same:
-                out[i] = newton_schulz_ref(many[i], steps, coefficients, straight_through, dtype)
+    out = NewtonSchulz.apply((steps, coefficients, straight_through, dtype), *(S if isinstance(S, tuple) else (S,)))
+    return out if isinstance(S, tuple) else out[0]
+
+
+class NewtonSchulz(torch.autograd.Function):
+    """`orthogonalize` as a step of autograd's."""
+
+    @staticmethod
+    def forward(ctx, how, *stacks):
+        out, saved = orthogonalize(stacks, *how)
+        ctx.how = how
+        ctx.save_for_backward(*stacks, *saved)
+        return tuple(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dX):
+        stacks, saved = ctx.saved_tensors[:len(dX)], ctx.saved_tensors[len(dX):]
+        return None, *orthogonalize_backward(stacks, saved, dX, *ctx.how)
+
+
+def orthogonalize(stacks, steps, coefficients, straight_through, dtype):
+    """NS of each of the stacks, and, flat, what the gradient takes."""
+    out, saved = [None] * len(stacks), []
+    for same, on_gram in plan(stacks, steps, straight_through, dtype):
+        some = [flat(stacks[i]) for i in same]
+        if on_gram:
+            X, kept = iterate_on_gram(some, steps, *COEFFICIENTS[coefficients])
         else:
-            stacks = [many[i].reshape(-1, *many[i].shape[-2:]) for i in same]
-            for i, x in zip(same, GramNewtonSchulz.apply(steps, COEFFICIENTS[coefficients], *stacks)):
-                out[i] = x.view(many[i].shape)
-    return tuple(out) if isinstance(S, tuple) else out[0]
+            X, kept = iterate(*some, steps, *COEFFICIENTS[coefficients], straight_through, dtype)
+        saved += kept
+        for i, x in zip(same, X):
+            out[i] = x.view(stacks[i].shape)
+    return out, saved
+
+
+def orthogonalize_backward(stacks, saved, dX, steps, coefficients, straight_through, dtype):
+    """The gradient of each of the stacks, written out: autograd of the same lines takes about twice as long."""
+    out, saved = [None] * len(stacks), iter(saved)
+    for same, on_gram in plan(stacks, steps, straight_through, dtype):
+        some, more = [flat(stacks[i]) for i in same], [flat(dX[i]) for i in same]
+        if on_gram:
+            dS = iterate_on_gram_backward(some, list(islice(saved, 2 + 2 * steps)), more, *COEFFICIENTS[coefficients])
+        else:
+            kept = list(islice(saved, 1 if straight_through else 1 + 3 * steps))
+            dS = iterate_backward(*some, kept, *more, *COEFFICIENTS[coefficients], straight_through)
+        for i, d in zip(same, dS):
+            out[i] = d.view(stacks[i].shape)
+    return out
+
+
+def plan(stacks, steps, straight_through, dtype):
+    """Which stacks go together, and whether on their Gram matrices."""
+    plain = straight_through or steps > 5 or (dtype or stacks[0].dtype) in (torch.float16, torch.bfloat16)
+    sides = [min(S.shape[-2:]) for S in stacks]
+    for side in sorted(set(sides)):
+        same = [i for i, s in enumerate(sides) if s == side]
+        if plain or all(max(stacks[i].shape[-2:]) < 2 * side for i in same):     # G squares the condition: only where it pays
+            yield from (([i], False) for i in same)
+        else:
+            yield same, True
+
+
+def flat(S):
+    """(..., m, n) -> (N, m, n)"""
+    return S.reshape(-1, *S.shape[-2:])
+
+
+def short(S):
+    """S, or S^T, with no more rows than columns."""
+    return S.mT if S.shape[-2] > S.shape[-1] else S
+
+
+def iterate(S, steps, a, b, c, straight_through, dtype):
+    """The iteration of newton_schulz_ref, for one stack (N, m, n)."""
+    scale = inverse_norm(S)
+    X, saved = short(S * scale).to(dtype or S.dtype), [scale]
+    for _ in range(steps):
+        G = torch.bmm(X, X.mT)
+        P = torch.baddbmm(G, G, G, beta=b, alpha=c)
+        saved += [] if straight_through else [X, G, P]
+        X = torch.baddbmm(X, P, X, beta=a)
+    X = X.to(S.dtype)
+    return [X.mT if S.shape[-2] > S.shape[-1] else X], saved
+
+
+def iterate_backward(S, saved, dX, a, b, c, straight_through):
+    """Each step is X <- a X + P X with P = b G + c G^2 and G = X X^T, symmetric both."""
+    scale, *saved = saved
+    if not straight_through:
+        D = short(dX).to(saved[0].dtype)
+        while saved:
+            *saved, X, G, P = saved
+            dP = doubled(torch.bmm(D, X.mT))
+            dG = doubled(torch.baddbmm(dP, dP, G, beta=b / 2, alpha=c))          # twice its symmetric part, which is all of it that X sees
+            D = torch.baddbmm(torch.baddbmm(D, P, D, beta=a), dG, X)
+        dX = (D.mT if S.shape[-2] > S.shape[-1] else D).to(S.dtype)
+    start = S * scale
+    return [scale * (dX - start * (start * dX).sum((-2, -1), keepdim=True))]     # through the norm
 
 
 def gram(S, X):
@@ -71,65 +160,56 @@ def gram(S, X):
     return torch.bmm(S.mT, X) if S.shape[-2] > S.shape[-1] else torch.bmm(S, X.mT)
 
 
-def times(R, S):
-    """R S on the short side of S, for a symmetric R."""
-    return torch.bmm(S, R) if S.shape[-2] > S.shape[-1] else torch.bmm(R, S)
+def times(R, S, plus=None):
+    """R S on the short side of S, for a symmetric R; added to `plus`, in its place."""
+    a, b = (S, R) if S.shape[-2] > S.shape[-1] else (R, S)
+    return torch.bmm(a, b) if plus is None else plus.baddbmm_(a, b)
 
 
-class GramNewtonSchulz(torch.autograd.Function):
-    """NS of stacks of matrices with the same short side s, (N, m, n) each, with its gradient written out.
+def iterate_on_gram(stacks, steps, a, b, c):
+    """NS of stacks of matrices with the same short side s, (N, m, n) each, on G (all N, s, s)."""
+    G = torch.cat([gram(S, S) for S in stacks])
+    square = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]                 # |S|^2
+    tiny = torch.finfo(G.dtype).tiny * 1e3
+    scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)        # 1 / |S|
+    G, R, Gs, Qs = G * scale.square(), None, [], []
+    for i in range(steps):
+        Q = factor(G, a, b, c)
+        Gs.append(G)
+        Qs.append(Q)
+        R = Q if R is None else torch.bmm(Q, R)
+        if i < steps - 1:
+            G = torch.bmm(torch.bmm(Q, G), Q)
+    P = R * scale
+    return [times(p, S) for p, S in zip(P.split([len(S) for S in stacks]), stacks)], [scale, P, *Gs, *Qs]
 
-    Autograd of the same lines costs about twice as much: the products are as small as s x s, and it has more of them. Of the steps
-    it keeps G alone, from which backward makes Q and R again.
+
+def iterate_on_gram_backward(stacks, saved, dXs, a, b, c):
+    """With P = R / |S|: X = P S, so dS = P dX + (dG + dG^T) S, where G = S S^T gets its gradient through P.
+
+    All is symmetric, so gradients may be made so. dP, dR, dQ and dG are twice what they are called: dG + dG^T = 2 dG.
     """
-
-    @staticmethod
-    def forward(ctx, steps, abc, *stacks):
-        G = torch.cat([gram(S, S) for S in stacks])
-        square = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]             # |S|^2
-        tiny = torch.finfo(G.dtype).tiny * 1e3
-        scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)    # 1 / |S|
-        G, R, Gs = G * scale.square(), None, []
-        for i in range(steps):
-            Q = factor(G, *abc)
-            Gs.append(G)
-            R = Q if R is None else torch.bmm(Q, R)
-            if i < steps - 1:
-                G = torch.bmm(torch.bmm(Q, G), Q)
-        P = R * scale
-        ctx.abc, ctx.steps, ctx.sizes = abc, steps, [len(S) for S in stacks]
-        ctx.save_for_backward(scale, P, *Gs, *stacks)
-        return tuple(times(p, S) for p, S in zip(P.split(ctx.sizes), stacks))
-
-    @staticmethod
-    def backward(ctx, *dXs):
-        """With P = R / |S|: X = P S, so dS = P dX + (dG + dG^T) S, where G = S S^T gets its gradient through P.
-
-        All is symmetric, so gradients may be made so: then dG + dG^T = 2 dG.
-        """
-        (scale, P, *saved), n, (_, b, c) = ctx.saved_tensors, ctx.steps, ctx.abc
-        Gs, stacks = saved[:n], saved[n:]
-        Qs = [factor(G, *ctx.abc) for G in Gs]
-        Rs = [None, Qs[0]]                                    # before each step
-        for Q in Qs[1:-1]:
-            Rs.append(torch.bmm(Q, Rs[-1]))
-        dP = doubled(torch.cat([gram(dX, S) for dX, S in zip(dXs, stacks)])) * 0.5
-        dR, dG = dP * scale, None                             # dG: twice the gradient of G, from here on
-        for i in reversed(range(n)):
-            G, Q = Gs[i], Qs[i]
-            dQ = torch.bmm(dR, Rs[i]) if i else dR                               # R = Q R_before
-            if dG is not None:                                                   # G_after = Q G Q
-                half = torch.bmm(dG, Q)
-                dQ = torch.baddbmm(dQ, half, G)
-            dQ, dR = doubled(dQ), torch.bmm(Q, dR) if i else None
-            direct = torch.baddbmm(dQ, dQ, G, beta=b / 2, alpha=c)               # Q = a I + b G + c G^2
-            dG = doubled(direct if dG is None else torch.baddbmm(direct, Q, half, alpha=0.5))
-        dG = dG * 0.5
-        # G = G0 / |S|^2, P = R / |S|, |S|^2 = trace of G0
-        along = (dG * Gs[0]).sum((-2, -1), keepdim=True) + 0.5 * (dP * P).sum((-2, -1), keepdim=True)
-        dG = 2 * scale.square() * (dG - along * torch.eye(dG.shape[-1], dtype=dG.dtype, device=dG.device))
-        parts = zip(dXs, stacks, P.split(ctx.sizes), dG.split(ctx.sizes))
-        return None, None, *(times(p, dX) + times(g, S) for dX, S, p, g in parts)
+    (scale, P, *saved), n, sizes = saved, len(saved) // 2 - 1, [len(S) for S in stacks]
+    Gs, Qs = saved[:n], saved[n:]
+    Rs = [None, Qs[0]]                                        # before each step
+    for Q in Qs[1:-1]:
+        Rs.append(torch.bmm(Q, Rs[-1]))
+    dP = doubled(torch.cat([gram(dX, S) for dX, S in zip(dXs, stacks)]))
+    dR, dG = dP * scale, None
+    for i in reversed(range(n)):
+        G, Q = Gs[i], Qs[i]
+        dQ = torch.bmm(dR, Rs[i]) if i else dR                                   # R = Q R_before
+        if dG is not None:                                                       # G_after = Q G Q
+            half = torch.bmm(dG, Q)
+            dQ = torch.baddbmm(dQ, half, G, alpha=2)
+        dQ, dR = doubled(dQ), torch.bmm(Q, dR) if i else None                    # here 4 times dQ
+        direct = torch.baddbmm(dQ, dQ, G, beta=b / 4, alpha=c / 2)               # Q = a I + b G + c G^2
+        dG = doubled(direct if dG is None else torch.baddbmm(direct, Q, half, alpha=0.5))
+    # G = G0 / |S|^2, P = R / |S|, |S|^2 = trace of G0
+    along = (dG * Gs[0]).sum((-2, -1), keepdim=True) + 0.5 * (dP * P).sum((-2, -1), keepdim=True)
+    dG.diagonal(dim1=-2, dim2=-1).sub_(along[..., 0])
+    dG = dG * scale.square()
+    return [times(p, dX, times(g, S)) for dX, S, p, g in zip(dXs, stacks, P.split(sizes), dG.split(sizes))]
 
 
 def factor(G, a, b, c):

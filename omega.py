@@ -331,7 +331,8 @@ class Overlapping(torch.autograd.Function):
 
 
 COMPILED = [(sys.modules[__name__], "mixing")] + [(chunks, name) for name in (
-    "learn_chunk", "learn_chunk_backward", "write_rest_backward", "read_chunks", "read_chunks_backward", "muon_learn", "muon_read")]
+    "learn_chunk", "learn_chunk_backward", "write_rest_backward", "read_chunks", "read_chunks_backward",
+    "muon_learn", "muon_learn_backward", "muon_read", "muon_read_backward")]
 
 
 def compile_chunks(**options):
