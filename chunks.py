@@ -8,10 +8,11 @@ What a chunk is, and every symbol here, is in omega.py. There are four products 
     muon_learn          the same for each S_t that Newton-Schulz sees; then W_j and O_j of every block j, which muon_read reads
 
 Only learning has to go from chunk to chunk. What the tokens of a chunk read depends on the W and S before it and on its pairs, so
-stretches of chunks are read together, as are all parts of their gradient but what leads from W and S after a chunk to those before it.
+stretches of chunks are read together, and the gradient of that is computed together; without Newton-Schulz so is all of the gradient but
+what leads from W and S after a chunk to those before it.
 
-N is B H (sequences and heads do not take turns), c the tokens of a chunk, n the pairs they learn from, and C what is carried from
-chunk to chunk: W and S, one below the other, (N, s, k, wide) or (N, s k, wide).
+N is B H (sequences and heads do not take turns), c the tokens of a chunk, n the pairs they learn from, and C s matrices that are read,
+one below the other, (N, s, k, wide) or (N, s k, wide): W and S, which are carried from chunk to chunk, or W_j and O_j of a block; then M0.
 """
 from itertools import islice
 from typing import NamedTuple
@@ -136,7 +137,8 @@ class Chunks(torch.autograd.Function):
         if dy is None:                                        # what was read is not used
             dy = parts.v.new_zeros(*parts.xq.shape[:3], parts.v.shape[-1])
         grads = parts.each(empty_like)
-        dgroups = ctx.gradient(*ctx.how, parts, *groups, kept, grads, dy, dafter)
+        with torch.autocast(dy.device.type, enabled=False):   # as in forward (models.py)
+            dgroups = ctx.gradient(*ctx.how, parts, *groups, kept, grads, dy, dafter)
         return None, None, None, None, *grads, *(a for group in dgroups for a in group)
 
 
@@ -260,13 +262,6 @@ def advance(rule, state, W, S, O, length):
 def firsts(rule):
     """How many matrices of the memory read x itself."""
     return 2 if rule.memory == "gated" else 1
-
-
-def pieces(a, sizes):
-    """(chunks, N, n, E) -> `sizes` chunks of it at a time, (chunks N, n, E); the gradient will lie in memory as it does."""
-    if a is None:
-        return [None] * len(sizes)
-    return [merged(c.mT) for c in a.mT.split(sizes)] if memory.feature_major(a) else [merged(c) for c in a.split(sizes)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -429,7 +424,10 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
 
 
 def linear_chunks_backward(rule, whole, tall, parts, M0, C, anchor, kept, grads, dy, dafter):
-    """The gradient of linear_chunks -> that of M0, C, anchor; that of parts is written to `grads`. dafter: of C at the end, or None."""
+    """The gradient of linear_chunks -> that of M0, C, anchor; that of parts is written to `grads`.
+
+    dafter: that of C at the end, or None.
+    """
     Cs, *kept = kept
     if any(d is not None for d in dafter):                    # the state at the end is used
         dafter = [torch.zeros_like(c[-1]) if d is None else d.clone() for c, d in zip(Cs, dafter)]
@@ -549,7 +547,10 @@ def go_on(shares, W, o):
 
 
 def go_on_backward(shares, held, dheld, dafter):
-    """Adds to dheld, that of W_j and O_j, what they get through W after the last block; then W has that of W_0. -> dshares."""
+    """Adds to dheld, that of W_j and O_j, what they get through W after the last block; dheld[:, 0, 0] is then that of W_0.
+
+    -> dshares. A single block of a W_0 that is zero has O_j alone.
+    """
     dafter = dafter[:, None]
     if held.shape[1] == 1:
         held, dheld, s = held[:, 0], dheld[:, 0], held.shape[2]
@@ -563,14 +564,14 @@ def go_on_backward(shares, held, dheld, dafter):
     return torch.bmm(dafter, WO.flatten(2).mT)
 
 
-def muon_learn(rule, pos, c, tall, part, M0, W, S, O, anchor):
-    """One chunk (or a part of one, of c tokens) learns, with Newton-Schulz every `muon_every` tokens.
+def muon_learn(rule, pos, whole, tall, part, M0, W, S, O, anchor):
+    """One chunk (or a part of one) learns, with Newton-Schulz every `muon_every` tokens; it begins `pos` tokens into a block.
 
     Matrices are as `lay` has them; lists that are empty stand for zeros, the anchor for W.
     -> W_j and O_j of its blocks, as `go_on` has them; W, S, O after it; for its gradient, what memory.gradients saves, S_t at the
     rows of G (N, r, k, wide), what bounds each matrix, what Newton-Schulz saves.
     """
-    r, G = part.G.shape[1], part.G.mT.contiguous()[..., None]
+    r, c, G = part.G.shape[1], part.xq.shape[1], part.G.mT.contiguous()[..., None]
     momprod = part.momprod[..., None] if S and part.momprod is not None else None
     at = memory.pack(gradient_point(tall, M0, anchor or W))
     pairs, saved = memory.gradients(rule.memory, rule.loss, at, part.xk, part.v, rule.norm)      # Eq 16: all at the anchor
@@ -582,20 +583,20 @@ def muon_learn(rule, pos, c, tall, part, M0, W, S, O, anchor):
     new, ns = [s[:, :-1] for s in rows], []                   # NS is refreshed at all rows but the last, the chunk's end
     if r > 1:
         new, ns = orthogonalize(new, *rule.newton_schulz)     # Eq 40
-    if pos % rule.muon_every:                                 # a block in progress goes on with the O it has
+    if pos:                                                   # a block in progress goes on with the O it has
         new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
     if not W and new[0].shape[1] > 1:
         W = [torch.zeros_like(o[:, 0]) for o in new]
     held, W = zip(*(go_on(part.shares, W[i] if W else None, o) for i, o in enumerate(new)))
     balls = []
-    if rule.ball and (pos + c) % rule.chunk == 0:
+    if whole and rule.ball:
         balls = [ball_factors(rule, w, t, 1) for w, t in zip(W, tall)]
         W = [w * ball for w, ball in zip(W, balls)]
     O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
     return held, W, [s[:, -1] for s in rows], O, (*saved, *rows, *balls, *ns)
 
 
-def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, saved, pairs, factors, dheld, dW, dS, dO):
+def muon_learn_backward(rule, pos, whole, tall, part, S, rows, balls, ns, at, held, saved, pairs, factors, dheld, dW, dS, dO):
     """The gradient of muon_learn, from that of `held` (to which this adds), and of W, S and O after it.
 
     S is the one before it; `at` the weights at which it took gradients, packed. -> gradients of the fields of part, by name; of W, S, O
@@ -606,9 +607,9 @@ def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, sav
         if dO:
             done[:, -1, -1].add_(dO[i])
         dshares = plus(dshares, go_on_backward(part.shares, one, done, dW[i] * balls[i] if balls else dW[i]))
-    dW, new = [d[:, 0, 0] for d in dheld], [d[:, :, -1] for d in dheld]
+    new, dW = [d[:, :, -1] for d in dheld], [d[:, 0, 0] for d in dheld if d.shape[2] == 2]
     dO = []
-    if pos % rule.muon_every:
+    if pos:
         dO, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     if r > 1:
         new = orthogonalize_backward([s[:, :-1] for s in rows], ns, new, *rule.newton_schulz)
@@ -640,8 +641,11 @@ def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, sav
 
 
 def muon_held(M0, held, coef):
-    """What the blocks of all chunks read: W_j, O_j and M0, whose coefficient is 1, (N blocks, 3 k, wide); the coefficients."""
-    coef = coef.flatten(0, 1)[:, :, -held[0].shape[2]:]
+    """What the blocks of all chunks read: W_j, O_j and M0, whose coefficient is 1; what is zero is left out.
+
+    held (chunks N, blocks, s, k, wide), coef (chunks N, blocks, m, 2, 1) -> (chunks N blocks, (s + 1) k, wide), the coefficients.
+    """
+    coef = coef.flatten(0, 1)[:, :, -held[0].shape[2]:]      # of O_j alone, if W_0 is zero
     if M0:
         held = [h.unflatten(0, (-1, len(m))) for h, m in zip(held, M0)]
         held = [torch.cat([h, m[:, None, None].expand(*h.shape[:3], -1, -1, -1)], 3).flatten(0, 1) for h, m in zip(held, M0)]
@@ -662,7 +666,7 @@ def muon_read(rule, fill, tall, C, coef, xq):
 
     if rule.memory == "linear":
         return read(0, xq), None, *reads
-    z = torch.cat([read(i, xq) for i in range(firsts(rule))], -1)
+    z = torch.cat([read(0, xq), read(1, xq)], -1) if firsts(rule) == 2 else read(0, xq)
     return read(-1, memory.hidden(rule.memory, z)), z, *reads
 
 
@@ -683,7 +687,7 @@ def muon_read_backward(rule, fill, tall, C, coef, xq, z, reads, dy):
     return dC, sum(dcoef), dxq
 
 
-def muon_chunks(rule, pos, tall, parts, M0, W, S, O, anchor, kept=None):
+def muon_chunks(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kept=None):
     """All chunks -> what is read (chunks, N, c, D); W, S and O at the end. `kept` gets what the gradient needs: of each stretch, then
     of each of its chunks.
     """
@@ -692,9 +696,9 @@ def muon_chunks(rule, pos, tall, parts, M0, W, S, O, anchor, kept=None):
     for now in stretches(parts, W or M0, not W):
         held, learned = [], []
         for one in ones[now]:
-            blocks, W, S, O, saved = muon_learn(rule, pos, c, tall, one, M0, W, S, O, anchor)
+            blocks, W, S, O, saved = muon_learn(rule, pos, whole, tall, one, M0, W, S, O, anchor)
             held.append(blocks)
-            learned.append(saved)
+            learned += [] if kept is None else [saved]
             anchor = []
         held = [joined(a) for a in zip(*held)]
         out, *reads = muon_read(rule, fill, tall, *muon_held(M0, held, merged(parts.coef[now])), merged(parts.xq[now]))
@@ -704,25 +708,29 @@ def muon_chunks(rule, pos, tall, parts, M0, W, S, O, anchor, kept=None):
     return y, [a.clone() for a in (*W, *(S if parts.momprod is not None else ()), *O)]
 
 
-def muon_chunks_backward(rule, pos, tall, parts, M0, W, S, O, anchor, kept, grads, dy, dafter):
-    """The gradient of muon_chunks -> that of M0, W, S, O, anchor; that of parts is written to `grads`. dafter: of W, S, O at the end."""
+def muon_chunks_backward(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kept, grads, dy, dafter):
+    """The gradient of muon_chunks -> that of M0, W, S, O, anchor; that of parts is written to `grads`.
+
+    dafter: that of W, S, O at the end, or None.
+    """
     k, kept, read, learned, momentum = len(tall), iter(kept), [], [], parts.momprod is not None
     cuts = stretches(parts, W or M0, not W)
-    sizes = 3, k, k if rule.ball and (pos + parts.xq.shape[2]) % rule.chunk == 0 else 0
+    sizes = 3, k, k if whole and rule.ball else 0
     for now in cuts:
         read.append(next(kept))
         learned += [grouped(one, sizes) for one in islice(kept, now.stop - now.start)]           # saved, rows, balls, ns
     before = [S] + [[s[:, -1] for s in rows] if momentum else [] for _, rows, *_ in learned]
     zeros = [torch.zeros_like(s[:, 0]) for s in learned[0][1]]
     dW, dS, dO = ([z if d is None else d for z, d in zip(zeros, ds)] for ds in grouped(dafter, (k, k if momentum else 0)))
-    dS, dM0 = dS or zeros, [0] * len(M0)
+    dM0 = [0] * len(M0)
     ones, onegrads = parts.split(), grads.split()
     for now, one in reversed(list(zip(cuts, read))):
-        part, dpart = parts.each(lambda a: merged(a[now])), grads.each(lambda a: a[now])
-        each, more = muon_stretch_backward(rule, pos, tall, part, dpart, M0, [] if now.start else anchor, one, learned[now], merged(dy[now]))
+        part, some = parts.each(lambda a: merged(a[now])), grads.each(lambda a: a[now])
+        each, more = muon_stretch_backward(rule, pos, tall, part, some, M0, [] if now.start else anchor, one, learned[now], merged(dy[now]))
         dM0 = [m + d for m, d in zip(dM0, more)]
         for j in reversed(range(now.start, now.stop)):
-            named, dW, dS, dO, dat = muon_learn_backward(rule, pos, tall, ones[j], before[j], *learned[j][1:], *each[j - now.start], dW, dS, dO)
+            how = rule, pos, whole, tall, ones[j], before[j], *learned[j][1:], *each[j - now.start]
+            named, dW, dS, dO, dat = muon_learn_backward(*how, dW, dS or zeros, dO)
             put(onegrads[j], **named)
             dM0 = [m + d for m, d in zip(dM0, dat)]
             if not anchor:
@@ -750,11 +758,12 @@ def muon_run(rule, state, tokens, mix, B):
     """Chunks with Newton-Schulz; arguments and returns of linear_run."""
     count, c, pos = len(tokens.v), tokens.xq.shape[2], state.pos
     tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
+    how = rule, pos % rule.muon_every, (pos + c) % rule.chunk == 0, tall
     M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
     if state.zero:
         W, S = [], []
     if state.zero or not pos:                                 # the anchor is W
         anchor = []
-    z, after = run(muon_chunks, muon_chunks_backward, (rule, pos, tall), Part(*tokens, *mix), M0, W, S, O, anchor)
+    z, after = run(muon_chunks, muon_chunks_backward, how, Part(*tokens, *mix), M0, W, S, O, anchor)
     W, S, O = (tuple(unlay(group, tall, B)) for group in grouped(after, (len(tall), len(tall) if state.S else 0)))
     return z, advance(rule, state, W, S, O, count * c)

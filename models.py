@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from memory import LOSSES, MEMORIES, shapes
 import memory
@@ -512,7 +513,7 @@ class LM(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config = config
+        self.config, self.remat = config, False               # remat: a block's backward begins with its forward once more
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = Norm(config.n_embd)
@@ -540,9 +541,9 @@ class LM(nn.Module):
         x = self.embed(tokens)
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
-        states = []
+        states, remat = [], self.remat and torch.is_grad_enabled()
         for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
-            x, s = block(x, s)
+            x, s = checkpoint(block, x, s, use_reentrant=False) if remat else block(x, s)
             states.append(s)
         return self.head(self.norm(x)), tuple(states)
 

@@ -50,10 +50,8 @@ def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype
     S may be a tuple of such stacks, of any shapes: all of the same short side then share one iteration. Scale invariant: NS(c S) =
     NS(S) for c > 0, but |S|^2 has to fit the dtype; NS(0) = 0 with zero gradient. The outer gradient goes through (choice 14), or
     with `straight_through` past the iteration as if NS(S) were S / |S|_F. `dtype`: that of the iteration, if not that of S. Raises
-    ValueError for unknown coefficients.
+    ValueError for unknown coefficients, and for less than one step. (chunks.py calls `orthogonalize` and its gradient by itself.)
     """
-    if coefficients not in COEFFICIENTS:
-        raise ValueError(f"unknown coefficients {coefficients!r}; choose one of {', '.join(COEFFICIENTS)}")
     out = NewtonSchulz.apply((steps, coefficients, straight_through, dtype), *(S if isinstance(S, tuple) else (S,)))
     return out if isinstance(S, tuple) else out[0]
 
@@ -77,6 +75,10 @@ class NewtonSchulz(torch.autograd.Function):
 
 def orthogonalize(stacks, steps, coefficients, straight_through, dtype):
     """NS of each of the stacks, and, flat, what the gradient takes."""
+    if coefficients not in COEFFICIENTS:
+        raise ValueError(f"unknown coefficients {coefficients!r}; choose one of {', '.join(COEFFICIENTS)}")
+    if steps < 1:
+        raise ValueError(f"Newton-Schulz takes at least one step, not {steps}")
     out, saved = [None] * len(stacks), []
     for same, on_gram in plan(stacks, steps, straight_through, dtype):
         some = [flat(stacks[i]) for i in same]
@@ -91,7 +93,7 @@ def orthogonalize(stacks, steps, coefficients, straight_through, dtype):
 
 
 def orthogonalize_backward(stacks, saved, dX, steps, coefficients, straight_through, dtype):
-    """The gradient of each of the stacks, written out: autograd of the same lines takes about twice as long."""
+    """The gradient of each of the stacks, written out."""
     out, saved = [None] * len(stacks), iter(saved)
     for same, on_gram in plan(stacks, steps, straight_through, dtype):
         some, more = [flat(stacks[i]) for i in same], [flat(dX[i]) for i in same]
@@ -107,7 +109,8 @@ def orthogonalize_backward(stacks, saved, dX, steps, coefficients, straight_thro
 
 def plan(stacks, steps, straight_through, dtype):
     """Which stacks go together, and whether on their Gram matrices."""
-    plain = straight_through or steps > 5 or (dtype or stacks[0].dtype) in (torch.float16, torch.bfloat16)
+    inside = dtype or stacks[0].dtype
+    plain = straight_through or steps > 5 or inside in (torch.float16, torch.bfloat16) or inside != stacks[0].dtype
     sides = [min(S.shape[-2:]) for S in stacks]
     for side in sorted(set(sides)):
         same = [i for i, s in enumerate(sides) if s == side]

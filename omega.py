@@ -189,11 +189,14 @@ def products(factors):
     return log(factors).cumsum(-1).exp()[..., None]
 
 
-def decay(logs, rows=slice(None)):
-    """log factors (..., c) -> prod factors_{1..t} (..., r, 1), lower triangle of prod factors_{n+1..t} (..., r, c); t in `rows`."""
+def decay(logs, rows=lambda a: a):
+    """log factors (..., c) -> prod factors_{1..t} (..., r, 1), lower triangle of prod factors_{n+1..t} (..., r, c).
+
+    `rows` picks r of the c rows, each of which is a t.
+    """
     logs, c = logs.cumsum(-1), logs.shape[-1]
-    last = logs[..., rows, None]
-    above = torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1)[rows]   # masked before exp, not after:
+    last = rows(logs[..., None])
+    above = rows(torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1))   # masked before exp, not after:
     return last.exp(), (last - logs[..., None, :] + above).exp()                                 # no 0 * inf in backward
 
 
@@ -242,9 +245,9 @@ def band(gate):
 
 
 def mixing(rule, gates, pos):
-    """Mixing of chunks whose gates are (..., c) and (..., c, window); the first of their tokens is the pos-th of its chunk.
+    """Mixing of chunks whose gates are (..., c) and (..., c, window).
 
-    With Newton-Schulz the r rows of G are the tokens at which it is refreshed, and the last.
+    With Newton-Schulz their first token is the pos-th of its block; the r rows of G are the tokens at which it is refreshed, and the last.
     """
     c, m = gates.keep.shape[-1], rule.muon_every
     if not m:                                                 # the rule itself, for the coefficients of W_0, S_0 and the pairs
@@ -256,9 +259,9 @@ def mixing(rule, gates, pos):
         (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
         coef, last = torch.stack([keepprod, u], -2), torch.stack([P_last, G_last], -1)[..., None]
         return Mixing(coef, P, last, torch.cat([keepprod[..., -1:, :], momprod[..., -1:, :]], -2)[..., None], u_last[..., None])
-    rows = refreshed(pos, c, m) + [c - 1]
+    rows = lambda a: torch.cat([a[..., -pos % m::m, :], a[..., -1:, :]], -2)
     if gates.momentum is None:
-        momprod, G = None, band(gates.gate)[..., rows, :]
+        momprod, G = None, rows(band(gates.gate))
     else:                                                     # Eq 39, Theta Gate: a sum over the w diagonals of Gate, for the rows are few
         momprod, Theta = decay(log(gates.momentum), rows)
         diagonals = enumerate(gates.gate.unbind(-1))
@@ -269,11 +272,6 @@ def mixing(rule, gates, pos):
     kept, A = decay(log(keep).sum(-1))
     shares = torch.cat([kept, A * own_last.mT], -1)
     return Mixing(torch.stack([products(keep), own], -2), shares=shares, G=G, momprod=momprod)
-
-
-def refreshed(pos, length, every):
-    """The tokens at which Newton-Schulz is refreshed, in a stretch of `length` that begins `pos` tokens into its chunk."""
-    return list(range(-pos % every, length, every))
 
 
 def omega(rule, phi, q, k, v, gates, state):
@@ -300,7 +298,7 @@ def omega(rule, phi, q, k, v, gates, state):
         cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (fold(xq), look(xk))
         inner = phi.inner(cq, ck) if phi.kind in ("monomial", "exp") and not rule.muon_every else None
         tokens = Tokens(cxq, cxk, cv, None if write_xk is None else look(write_xk), inner)
-        mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), state.pos)
+        mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), state.pos % max(1, rule.muon_every))
         z, state = (chunks.muon_run if rule.muon_every else chunks.linear_run)(rule, state, tokens, mix, len(q))
         z = z.unflatten(1, (len(q), -1)).movedim(0, 2).flatten(2, 3)                              # (B, H, T, D)
         ys.append(memory.output(rule.memory, z, q[:, :, now], rule.norm))
@@ -332,7 +330,7 @@ class Overlapping(torch.autograd.Function):
 
 COMPILED = [(sys.modules[__name__], "mixing")] + [(chunks, name) for name in (
     "learn_chunk", "learn_chunk_backward", "write_rest_backward", "read_chunks", "read_chunks_backward",
-    "muon_learn", "muon_learn_backward", "muon_read", "muon_read_backward")]
+    "muon_learn", "muon_learn_backward", "muon_read", "muon_stretch_backward")]
 
 
 def compile_chunks(**options):

@@ -174,6 +174,8 @@ def test_ns_half_precision(dtype, shape):
         for N, kind in ((newton_schulz(S.to(dtype)), dtype), (newton_schulz(S.float(), dtype=dtype), torch.float32)):
             assert N.dtype == kind
             close(N.double(), newton_schulz(S), 0.2)
+        more, ref = (ns(S.to(dtype), dtype=torch.float32) for ns in (newton_schulz, newton_schulz_ref))      # and in more than that of S
+        close(more.double(), ref.double(), torch.finfo(dtype).eps)
     for ns in (newton_schulz, newton_schulz_ref):
         assert not torch.equal(ns(S.float(), dtype=dtype), ns(S.float()))        # it did iterate in half precision
 
@@ -213,9 +215,14 @@ def test_ns_of_several_matrices(straight_through):
 
 
 def test_ns_unknown_coefficients():
-    """An unknown name must be refused with the list of known ones, not fall through to some default."""
+    """An unknown name must be refused with the list of known ones, not fall through to some default; and no steps at all."""
     with pytest.raises(ValueError, match="cubic"):
         newton_schulz(torch.eye(2), coefficients="quintic")
+    with pytest.raises(ValueError, match="at least one step"):
+        newton_schulz(torch.eye(2), steps=0)
+    phi, x = problem("mlp", "l2", 1, 4)
+    with pytest.raises(ValueError, match="cubic"):
+        learn(omega, Rule("mlp", "l2", 1, 4, 4, ns_coefficients="quintic"), phi, x)
 
 
 # ---- poly.py
@@ -426,6 +433,7 @@ EQUAL = {                         # memory, loss, window, chunk, momentum, muon_
     "atlas, ragged block":       ("linear", "l2",    1,  8, True,  3, 21, 7, "monomial"),
     "atlas, window > chunk":     ("gated",  "dot",  12,  4, True,  1,  9, 2, "none"),
     "atlas, no momentum":        ("mlp",    "l2",    5,  8, False, 4, 13, 3, "none"),
+    "atlas, no momentum, long":  ("mlp",    "l2",    3,  4, False, 2, 12, 0, "none"),
     "atlas, T = 1, mid-block":   ("mlp",    "l2",    3,  8, True,  4,  1, 6, "none"),
     "atlas, six steps":          ("mlp",    "l2",    3,  8, True,  4, 10, 3, "none, six steps"),
     "atlas, straight through":   ("gated",  "l2",    3,  8, True,  4, 10, 0, "none, straight through"),
@@ -463,7 +471,7 @@ def test_omega_is_omega_ref(case):
 
 STRETCHES = {"titans": [5], "omeganet": [2, 5], "gated": [2], "linear, cubic features": [2], "lp": [5], "from rest": [2, 5],
              "from rest, no momentum": [1, 2], "norm in the memory": [2], "momentum, mid-chunk": [5], "atlas, from rest": [2, 5],
-             "atlas, block = chunk": [1], "atlas, mid-block": [2]}
+             "atlas, block = chunk": [1], "atlas, mid-block": [2], "atlas, no momentum, long": [2]}
 
 
 @pytest.mark.parametrize("name, size", [(name, size) for name, sizes in STRETCHES.items() for size in sizes])
@@ -834,6 +842,33 @@ def test_every_parameter_learns(preset, more):
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
     stuck = [name for (name, p), b in zip(model.named_parameters(), before) if torch.equal(p, b)]
     assert not dead and not stuck
+
+
+@pytest.mark.parametrize("preset", ["atlas", "omeganet"])
+def test_backward_inside_of_autocast(preset):
+    """The memory's written-out gradients compute in float32 whatever autocast says, and do not fail on a mixture."""
+    model, x, grads = small(preset), torch.randint(11, (2, 14)), []
+    for inside in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model.loss(x[:, :-1], x[:, 1:])
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                grads.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
+    assert (grads[0] - grads[1]).norm() < 0.01 * grads[0].norm()                 # around it, torch's own change a little
+
+
+@pytest.mark.parametrize("preset", ["atlas", "omeganet", "transformer"])
+def test_remat_is_bit_equal_in_less_memory(preset):
+    """A block computed again with another dropout, or kept all the same."""
+    import bench
+    model, x = small(preset, n_layer=6, dropout=0.3), torch.randint(11, (2, 65))
+    grads, peaks = [], []
+    for model.remat in (False, True):
+        def run():
+            torch.manual_seed(1)
+            grads.append(torch.autograd.grad(model.loss(x[:, :-1], x[:, 1:]), list(model.parameters())))
+        peaks.append(bench.peak_bytes(run, torch.device("cpu")))
+    assert same(*grads)
+    assert peaks[1] < 0.6 * peaks[0]
 
 
 @every_model
@@ -2263,6 +2298,16 @@ def test_compile_or_no_compiler_the_run_is_the_same(text, tmp_path, monkeypatch,
         assert same(*(train.load_checkpoint(tmp_path / n)["model"] for n in ("eager", name)))
 
 
+def test_remat_is_the_same_run(text, tmp_path, monkeypatch):
+    """A block computed once more in backward draws the same dropout, and is asked for by a flag."""
+    calls, remat = [], models.checkpoint
+    monkeypatch.setattr(models, "checkpoint", lambda *args, **more: calls.append(args) or remat(*args, **more))
+    for name, flags in (("keep", []), ("remat", ["--remat"])):
+        assert go(text, tmp_path / name, "--steps", 2, "--dropout", "0.2", *flags) == 0
+        assert bool(calls) == bool(flags)
+    assert same(*(train.load_checkpoint(tmp_path / n)["model"] for n in ("keep", "remat")))
+
+
 @pytest.mark.parametrize("flags", [[], ["--compile"]])
 def test_an_error_of_ours_is_not_hidden(flags, text, tmp_path, monkeypatch):
     """A catch-all that prints one line would also swallow the traceback of a bug."""
@@ -2866,6 +2911,7 @@ MUTANTS = [
     ("gradient of NS on G not through the norm", "muon.py", ".sub_(along[..., 0])", ".sub_(0 * along[..., 0])", "test_ns_gradient"),
     ("gradient of NS on G: G of one step only", "muon.py", "dQ = torch.baddbmm(dQ, half, G, alpha=2)", "pass",
      "test_ns_gradient"),
+    ("NS on G in the precision of S alone", "muon.py", " or inside != stacks[0].dtype", "", "test_ns_half_precision"),
     ("gradient of NS on G: c (dQ G) once", "muon.py", "beta=b / 4, alpha=c / 2)", "beta=b / 4, alpha=c / 4)", "test_ns_gradient"),
     ("gradient of NS: R of one step only", "muon.py", "Rs.append(torch.bmm(Q, Rs[-1]))", "Rs.append(Q)", "test_ns_gradient"),
     ("gradient of NS: c (dQ G) once", "muon.py", "beta=b / 2, alpha=c)", "beta=b / 2, alpha=c / 2)", "test_ns_gradient"),
@@ -2979,6 +3025,8 @@ MUTANTS = [
     ("gradient of a Newton-Schulz chunk: not through the bound", "chunks.py",
      "dW[i] * balls[i] if balls else dW[i]", "dW[i]",
      "test_ball_is_the_reference[atlas]"),
+    ("gradient of a Newton-Schulz chunk: without momentum of the last one alone", "chunks.py", "dW, dS or zeros, dO)", "dW, dS, dO)",
+     "test_omega_is_omega_ref[atlas, no momentum, long]"),
     ("gradient of a Newton-Schulz chunk: to M0 from the first that reads it", "chunks.py",
      ".sum((0, 2)) for d in dC", ".sum(2)[0] for d in dC",
      "test_chunks_read_together[atlas, from rest-5]"),
@@ -3113,10 +3161,15 @@ MUTANTS = [
     ("top-k keeps one more", "models.py", "logits[:, top_k:]", "logits[:, top_k + 1:]", "test_sample_filters"),
     ("temperature ignored", "models.py", "(logits / temperature)", "(logits / 1)", "test_sample_probabilities"),
     ("summed cross entropy", "models.py", "ignore_index=-100)", "ignore_index=-100, reduction='sum')", "test_loss_counts_what_it_should"),
-    ("no bound on the memory", "chunks.py", "if whole and rule.ball:", "if False:", "test_no_text_makes_the_memory_run_away[omeganet]"),
+    ("autocast reaches into the memory's gradient", "chunks.py", "with torch.autocast(dy.device.type, enabled=False):", "if True:",
+     "test_backward_inside_of_autocast[atlas]"),
+    ("--remat ignored", "train.py", "    model.remat = tc.remat\n", "", "test_remat_is_the_same_run"),
+    ("remat forgets the dropout", "models.py", "use_reentrant=False)", "use_reentrant=False, preserve_rng_state=False)",
+     "test_remat_is_bit_equal_in_less_memory[transformer]"),
+    ("no bound on the memory", "chunks.py", "if whole and rule.ball:\n            balls.a", "if False:\n            balls.a", "test_no_text_makes_the_memory_run_away[omeganet]"),
     ("no bound on the memory with Newton-Schulz", "omega.py", "if not self.ball:", "if True:", "test_ball_is_the_reference[atlas]"),
-    ("the bound within a chunk", "chunks.py", "if whole and rule.ball:", "if rule.ball:", "test_ball_is_the_reference[omeganet]"),
-    ("the bound within a chunk of Newton-Schulz", "chunks.py", "if rule.ball and (pos + c) % rule.chunk == 0:", "if rule.ball:",
+    ("the bound within a chunk", "chunks.py", "if whole and rule.ball:\n            balls.a", "if rule.ball:\n            balls.a", "test_ball_is_the_reference[omeganet]"),
+    ("the bound within a chunk of Newton-Schulz", "chunks.py", "if whole and rule.ball:\n        balls =", "if rule.ball:\n        balls =",
      "test_ball_is_the_reference[atlas]"),
     ("one bound for two matrices", "chunks.py", "turn(W, tall).chunk(count, -1)", "[turn(W, tall)] * count", "test_ball_is_the_reference[gated]"),
     ("--matmul does nothing", "train.py", "torch.set_float32_matmul_precision(tc.matmul)", "pass", "test_matmul_is_what_torch_multiplies_with"),

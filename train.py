@@ -74,6 +74,7 @@ class TrainConfig:
                      choices=("auto", "float32", "bfloat16"))
     matmul: str = opt("highest", "float32 products, torch.set_float32_matmul_precision: README, Speed", choices=MATMUL)
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
+    remat: bool = opt(False, "keep the input of each block alone, and compute the block once more in backward: less memory")
     threads: int = opt(0, "CPU threads; 0: torch decides")
 
     def __post_init__(self):
@@ -596,6 +597,7 @@ def launch(given):
     tokenizer, splits, data = prepare_data(tc, ckpt)
     torch.manual_seed(tc.seed)
     model = (rebuild(ckpt)[0] if ckpt else LM(replace(config, vocab_size=tokenizer.vocab_size))).to(device).train()
+    model.remat = tc.remat
     run = {key: ckpt[key] for key in ("step", "best", "seconds")} if ckpt else dict(step=0, best=math.inf, seconds=0.0)
     run.update(preset=tc.model, config=asdict(model.config), train=asdict(tc), tokenizer=tokenizer.state(), data=data)
     describe(tc, model, device, dtype, tokenizer, splits, data["used"])
@@ -632,7 +634,7 @@ def main(argv=None):
     except (MemoryError, RuntimeError) as fault:
         if not isinstance(fault, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(fault):
             raise
-        code, message = 1, "out of memory; lower --batch-size (and raise --grad-accum), --seq-len or --chunk"
+        code, message = 1, "out of memory; add --remat, or lower --batch-size (and raise --grad-accum), --seq-len or --chunk"
     print(f"error: {message}", file=sys.stderr)
     return code
 
