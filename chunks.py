@@ -596,7 +596,7 @@ def muon_learn(rule, pos, whole, tall, part, M0, W, S, O, anchor):
     return held, W, [s[:, -1] for s in rows], O, (*saved, *rows, *balls, *ns)
 
 
-def muon_learn_backward(rule, pos, whole, tall, part, S, rows, balls, ns, at, held, saved, pairs, factors, dheld, dW, dS, dO):
+def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, saved, pairs, factors, dheld, dW, dS, dO):
     """The gradient of muon_learn, from that of `held` (to which this adds), and of W, S and O after it.
 
     S is the one before it; `at` the weights at which it took gradients, packed. -> gradients of the fields of part, by name; of W, S, O
@@ -619,12 +619,22 @@ def muon_learn_backward(rule, pos, whole, tall, part, S, rows, balls, ns, at, he
         momprod = part.momprod[..., None]
         dS = [(d * momprod).sum(1) for d in drows]
         dmomprod = sum((d * s[:, None]).sum((-2, -1)) for d, s in zip(drows, S))
+    dG, dx, dwrite, da, dd = muon_write_backward(rule, tall, part, G, pairs, drows)
+    dat, dz, dv = memory.gradients_backward(rule.memory, rule.loss, at, part.v, rule.norm, saved, pairs, factors, dd, da)
+    dat = [[(x, half)] for x, d in dat[0] for half in d.chunk(firsts(rule), -1)] + dat[1:]
+    dxk = memory.transposed_product(dz, at[0], part.xk, dx)
+    named = dict(xk=dxk, v=dv, write=dwrite, shares=dshares, G=dG.squeeze(-1).mT, momprod=dmomprod)
+    return named, dW, dS, dO, [memory.outer(group, t) for group, t in zip(dat, tall)]
+
+
+def muon_write_backward(rule, tall, part, G, pairs, drows):
+    """The gradient of what pairs write to S -> that of G, of phi(k), of what is written in its place, of the last x, of each d (packed)."""
     dG = dx = dwrite = da = None
     dd = []
     for i, (x, d) in enumerate(apart(rule, pairs)):
         hot = i < firsts(rule) and part.write is not None
-        dX, dD, dlast = write_backward(part.write if hot else x, d, G, tall[i], drows[i].flatten(1, 2))
-        dG = plus(dG, dlast)
+        dX, dD, more = write_backward(part.write if hot else x, d, G, tall[i], drows[i].flatten(1, 2))
+        dG = plus(dG, more)
         dd.append(dD)
         if i >= firsts(rule):
             da = dX
@@ -632,12 +642,7 @@ def muon_learn_backward(rule, pos, whole, tall, part, S, rows, balls, ns, at, he
             dwrite = plus(dwrite, dX)
         else:
             dx = plus(dx, dX)
-    dd = [torch.cat(dd[:2], -1), dd[2]] if len(dd) == 3 else dd
-    dat, dz, dv = memory.gradients_backward(rule.memory, rule.loss, at, part.v, rule.norm, saved, pairs, factors, dd, da)
-    dat = [[(x, half)] for x, d in dat[0] for half in d.chunk(firsts(rule), -1)] + dat[1:]
-    dxk = memory.transposed_product(dz, at[0], part.xk, dx)
-    named = dict(xk=dxk, v=dv, write=dwrite, shares=dshares, G=dG.squeeze(-1).mT, momprod=dmomprod)
-    return named, dW, dS, dO, [memory.outer(group, t) for group, t in zip(dat, tall)]
+    return dG, dx, dwrite, da, [torch.cat(dd[:2], -1), dd[2]] if len(dd) == 3 else dd
 
 
 def muon_held(M0, held, coef):
@@ -729,7 +734,7 @@ def muon_chunks_backward(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kep
         each, more = muon_stretch_backward(rule, pos, tall, part, some, M0, [] if now.start else anchor, one, learned[now], merged(dy[now]))
         dM0 = [m + d for m, d in zip(dM0, more)]
         for j in reversed(range(now.start, now.stop)):
-            how = rule, pos, whole, tall, ones[j], before[j], *learned[j][1:], *each[j - now.start]
+            how = rule, pos, tall, ones[j], before[j], *learned[j][1:], *each[j - now.start]
             named, dW, dS, dO, dat = muon_learn_backward(*how, dW, dS or zeros, dO)
             put(onegrads[j], **named)
             dM0 = [m + d for m, d in zip(dM0, dat)]

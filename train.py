@@ -100,7 +100,7 @@ TRAIN_SIZES = {                                               # differences from
     "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
 }
 LAUNCH = {"out", "resume", "stop_after", "device", "compile", "threads"}      # never read from a checkpoint
-FREE = LAUNCH | {"data", "eval_every", "log_every", "sample_tokens"}          # may differ on --resume (data: its name)
+FREE = LAUNCH | {"data", "eval_every", "log_every", "sample_tokens", "remat"} # may differ on --resume (data: its name)
 
 
 class Halt(Exception):
