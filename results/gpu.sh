@@ -12,7 +12,7 @@ speed() {                                                     # speed <name of t
     python3 train.py --size "$size" --device "$device" --data pydoc --tokenizer byte --grad-accum 1 --steps "$steps" --minutes 0 --warmup 1 \
         --eval-every "$steps" --eval-windows 1 --log-every $((steps > 5 ? 5 : 1)) --sample-tokens 0 --out "$out/gpu-run" "${@:2}" \
         > "$out/gpu-$1.log" 2>&1
-    echo "$1: $(grep -E 'compiled in|^error' "$out/gpu-$1.log" | tail -1) $(grep -E '^ *step' "$out/gpu-$1.log" | tail -1)"
+    echo "$1: $(grep -E 'compiled in|[Ee]rror' "$out/gpu-$1.log" | tail -1) $(grep -E '^ *step' "$out/gpu-$1.log" | tail -1)"
     rm -rf "$out/gpu-run"
 }
 
@@ -25,7 +25,7 @@ for part in "${@:-tests bench exact 64 128 256 every long}"; do
             for model in transformer omeganet atlas; do
                 for how in "" "--dtype float32 --no-compile"; do
                     echo "$model $how: $(python3 train.py --model $model --device "$device" --data pydoc --steps $((5 * steps)) --warmup 1 $how \
-                        --out "$out/gpu-run" 2>&1 | tee "$out/gpu-exact-$model${how:+-float32}.log" | grep -E '^done|^error' | tail -1)"
+                        --out "$out/gpu-run" 2>&1 | tee "$out/gpu-exact-$model${how:+-float32}.log" | grep -E '^done|[Ee]rror' | tail -1)"
                     rm -rf "$out/gpu-run"
                 done
             done ;;
