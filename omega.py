@@ -259,7 +259,7 @@ def mixing(rule, gates, pos):
         (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
         coef, last = torch.stack([keepprod, u], -2), torch.stack([P_last, G_last], -1)[..., None]
         return Mixing(coef, P, last, torch.cat([keepprod[..., -1:, :], momprod[..., -1:, :]], -2)[..., None], u_last[..., None])
-    rows = lambda a: torch.cat([a[..., -pos % m::m, :], a[..., -1:, :]], -2)
+    rows = lambda a: torch.cat([a[..., -pos % m::m, :], a[..., -1:, :]], -2)     # where it is refreshed, and the last
     if gates.momentum is None:
         momprod, G = None, rows(band(gates.gate))
     else:                                                     # Eq 39, Theta Gate: a sum over the w diagonals of Gate, for the rows are few
