@@ -536,7 +536,7 @@ def go_on(shares, W, o):
 
     -> W_j and O_j (N, blocks, 2, k, wide), or O_j alone for a W that is zero; W after the last block.
     """
-    if o.shape[1] == 1:                                       # no work for a product
+    if o.shape[1] == 1:                                       # W_0 and O_0, each times its share: no work for a product
         of_W, of_O = shares.view(-1, 2, 1, 1).unbind(1)
         o = o[:, 0]
         if W is None:
@@ -577,7 +577,7 @@ def muon_learn(rule, pos, whole, tall, part, M0, W, S, O, anchor):
     pairs, saved = memory.gradients(rule.memory, rule.loss, at, part.xk, part.v, rule.norm)      # Eq 16: all at the anchor
     rows = []
     for i, (x, d) in enumerate(apart(rule, pairs)):
-        hot = i < firsts(rule) and part.write is not None
+        hot = i < firsts(rule) and part.write is not None     # exp features: one-hot rows (omega.write_keys)
         s = write(part.write if hot else x, d, G, tall[i]).unflatten(1, (r, -1))                 # all rows in one product
         rows.append(s if momprod is None else s.addcmul_(momprod, S[i][:, None]))                # Eq 33
     new, ns = [s[:, :-1] for s in rows], []                   # NS is refreshed at all rows but the last, the chunk's end
@@ -659,8 +659,9 @@ def muon_held(M0, held, coef):
 
 
 def muon_read(rule, fill, tall, C, coef, xq):
-    """What all tokens of any number of chunks read, xq (N, c, E), block by block; C and coef of muon_held, `fill` of padding.
+    """What all tokens of any number of chunks read, xq (N, c, E), block by block: r_t W_t = r_t (since_t W_j + own_t O_j + M0).
 
+    C and coef of muon_held, `fill` of padding.
     -> (N, c, D); for the gradient, what the hidden units are made of (or None), and what read_carried keeps.
     """
     (N, c, _), reads = xq.shape, [None] * len(C)

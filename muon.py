@@ -5,8 +5,8 @@
 With Muon's coefficients five steps end with singular values in about [0.68, 1.2], and more steps do not converge; the
 classical cubic does converge to the nearest semi-orthogonal matrix, slowly (the paper's "k -> infinity").
 
-`newton_schulz_ref` is this text. `newton_schulz` is the same function on the small Gram matrix G = X X^T, for several
-matrices in one call: a step multiplies X by Q = a I + b G + c G^2, so
+`newton_schulz_ref` is this text. `newton_schulz` is the same function with its gradient written out, for several matrices in one
+call, and where that pays (`plan`) on the small Gram matrix G = X X^T: a step multiplies X by Q = a I + b G + c G^2, so
 
     R <- Q R,   G <- Q G Q,   and once, at the end,   NS(S) = R S / |S|_F
 
@@ -136,22 +136,25 @@ def iterate(S, steps, a, b, c, straight_through, dtype):
     X, saved = short(S * scale).to(dtype or S.dtype), [scale]
     for _ in range(steps):
         G = torch.bmm(X, X.mT)
-        P = torch.baddbmm(G, G, G, beta=b, alpha=c)
+        P = torch.baddbmm(G, G, G, beta=b, alpha=c)           # b G + c G^2
         saved += [] if straight_through else [X, G, P]
-        X = torch.baddbmm(X, P, X, beta=a)
+        X = torch.baddbmm(X, P, X, beta=a)                    # a X + P X
     X = X.to(S.dtype)
     return [X.mT if S.shape[-2] > S.shape[-1] else X], saved
 
 
 def iterate_backward(S, saved, dX, a, b, c, straight_through):
-    """Each step is X <- a X + P X with P = b G + c G^2 and G = X X^T, symmetric both."""
+    """Each step is X_after = a X + P X with P = b G + c G^2 and G = X X^T, symmetric both; D is the gradient of X_after, then of X.
+
+    dX = a D + P D + (dG + dG^T) X. dP and dG are twice their symmetric parts, which are all that counts: then dG stands for dG + dG^T.
+    """
     scale, *saved = saved
     if not straight_through:
         D = short(dX).to(saved[0].dtype)
         while saved:
             *saved, X, G, P = saved
             dP = doubled(torch.bmm(D, X.mT))
-            dG = doubled(torch.baddbmm(dP, dP, G, beta=b / 2, alpha=c))          # twice its symmetric part, which is all of it that X sees
+            dG = doubled(torch.baddbmm(dP, dP, G, beta=b / 2, alpha=c))          # b dP + c (dP G + G dP)
             D = torch.baddbmm(torch.baddbmm(D, P, D, beta=a), dG, X)
         dX = (D.mT if S.shape[-2] > S.shape[-1] else D).to(S.dtype)
     start = S * scale
@@ -170,7 +173,7 @@ def times(R, S, plus=None):
 
 
 def iterate_on_gram(stacks, steps, a, b, c):
-    """NS of stacks of matrices with the same short side s, (N, m, n) each, on G (all N, s, s)."""
+    """NS of stacks of matrices with the same short side s, (N, m, n) each, on G (all N, s, s): the formulas of the module docstring."""
     G = torch.cat([gram(S, S) for S in stacks])
     square = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]                 # |S|^2
     tiny = torch.finfo(G.dtype).tiny * 1e3
