@@ -308,13 +308,16 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
 
 
 def rule_run(bench, rule, batch, heads, T):
-    """-> a function that does omega() forward and backward on random tokens; a head has HEAD numbers, 2 HEAD hidden."""
+    """-> a function that does omega() forward and backward on random tokens; a head has HEAD numbers, 2 HEAD hidden.
+
+    The gates are such that the memory neither fades nor grows: with numbers that are all 0 or infinite it would be another race.
+    """
     def rand(*shape):
         return torch.rand(batch, heads, T, *shape, device=bench.device)
     q, k, v = (F.normalize(rand(HEAD) - 0.5, dim=-1) for _ in range(3))
     shapes = memory.shapes(rule.memory, HEAD, 2 * HEAD, HEAD)
     M0 = [torch.randn(heads, a, b, device=bench.device) / a**0.5 for a, b in shapes]
-    leaves = [q, k, v, 0.9 + 0.1 * rand(), 0.1 * rand(), rand(), rand(rule.window) / rule.window, *M0]
+    leaves = [q, k, v, 1 - 0.001 * rand(), rand() / rule.chunk, rand(), rand(rule.window) / rule.window, *M0]
     leaves, phi, up = [a.requires_grad_() for a in leaves], Features("none", HEAD), rand(HEAD)
 
     def run():
@@ -601,7 +604,7 @@ def parse(argv):
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="[auto: cuda if there is one]")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"),
         help="of autocast; auto: float32 on a CPU, as in train.py on a GPU [auto]")
-    add("--matmul", default="highest", choices=train.MATMUL, help="as in train.py [highest]")
+    add("--matmul", default="auto", choices=train.MATMUL, help="as in train.py [auto]")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads; one carries over between machines [1]")
     add("--json", metavar="FILE", help="write the JSON there, too")
@@ -618,13 +621,14 @@ def run(args):
         raise UserError(f"--json {args.json}: there is no such folder; make it first")
     device = train.pick_device(args.device)
     torch.set_num_threads(args.threads)
-    torch.set_float32_matmul_precision(args.matmul)
     torch.manual_seed(0)
     compile = device.type == "cuda" if args.compile is None else args.compile
     dtype = torch.float32 if args.dtype == "auto" and device.type == "cpu" else train.pick_dtype(args.dtype, device)
+    matmul = train.pick_matmul(args.matmul, device, dtype)
+    torch.set_float32_matmul_precision(matmul)
     names = args.model or list(models.PRESETS)
     bench = Bench(device, dtype, compile, args.quick, names)
-    about = dict(machine(device), dtype=str(dtype)[6:], matmul=args.matmul, compiled=compile, clock=clock_name(device))
+    about = dict(machine(device), dtype=str(dtype)[6:], matmul=matmul, compiled=compile, clock=clock_name(device))
     print("  ".join(f"{name} {value}" for name, value in about.items()))
     parts = {name: PARTS[name] for name in args.part or PARTS}
     for part, share in parts.values():

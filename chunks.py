@@ -177,7 +177,7 @@ def separate(tree, count):
     if tree is None:
         return [None] * count
     if isinstance(tree, torch.Tensor):
-        return tree.unflatten(0, (count, -1)).unbind(0)
+        return tree.chunk(count)
     return list(zip(*(separate(a, count) for a in tree))) if tree else [()] * count
 
 
@@ -372,7 +372,7 @@ def read_chunks_backward(rule, tall, part, W, held, coef, saved, before, RX, rea
         else:
             rows, RX = part.xq, torch.bmm(part.xq, x.mT) if part.inner is None else part.inner
         dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
-        dP, dRX = plus(dP, dQ * RX), dQ.mul_(part.P)
+        dP, dRX = dQ * RX if dP is None else dP.addcmul_(dQ, RX), dQ.mul_(part.P)
         drows, dheld[i], more = read_carried_backward(rows, held[i], coef, tall[i], reads[i], dz)
         dcoef = plus(dcoef, more)
         if not i and part.inner is not None:
@@ -454,7 +454,7 @@ def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, daft
     W = gradient_point(tall, M0, anchor or [c[:, :, 0] for c in C])
     out, dheld, dd, da, pairs, factors = read_chunks_backward(
         rule, tall, flat, W, with_M0(C, M0), coef, saved, before, RX, reads, merged(dy))
-    put(grads, xq=out.xq, inner=out.inner, P=out.P, coef=F.pad(out.coef, (0, 0, flat.coef.shape[2] - coef.shape[2], 0)))
+    put(grads, xq=out.xq, inner=out.inner, P=out.P, coef=out.coef if C else F.pad(out.coef, (0, 0, s, 0)))
     dheld = [d.unflatten(1, (coef.shape[2], -1)).unflatten(0, (count, N)) for d in dheld]
     dM0 = [d[:, :, -1].sum(0) for d in dheld] if M0 else []
     dC = list(zip(*(d[:, :, :s].unbind(0) for d in dheld))) if C else [()] * count

@@ -35,7 +35,7 @@ from models import LM, PRESETS, SIZES, Config, detach, opt
 
 # ---- settings and flags
 
-MATMUL = "highest", "high", "medium"
+MATMUL = "auto", "highest", "high", "medium"
 
 
 @dataclass
@@ -72,7 +72,8 @@ class TrainConfig:
     device: str = opt("auto", "auto: cuda, else mps, else cpu", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = opt("auto", "of autocast; auto: bfloat16 where it is native (CUDA from SM 8.0, AVX-512 BF16, AMX), else float32",
                      choices=("auto", "float32", "bfloat16"))
-    matmul: str = opt("highest", "float32 products, torch.set_float32_matmul_precision: README, Speed", choices=MATMUL)
+    matmul: str = opt("auto", "float32 products, torch.set_float32_matmul_precision: README, Speed; auto: high (TF32) beside bfloat16 "
+                              "on CUDA, else highest", choices=MATMUL)
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
     remat: bool = opt(False, "keep the input of each block alone, and compute the block once more in backward: less memory")
     threads: int = opt(0, "CPU threads; 0: torch decides")
@@ -288,6 +289,11 @@ def pick_dtype(name, device):
                       cpu=cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
         name = "bfloat16" if native.get(device.type) else "float32"
     return getattr(torch, name)
+
+
+def pick_matmul(name, device, dtype):
+    """auto: products of the memory need not be more exact than a GPU's TF32, ten times as fast, where those around it are bfloat16."""
+    return name if name != "auto" else "high" if device.type == "cuda" and dtype == torch.bfloat16 else "highest"
 
 
 def autocast(device, dtype):
@@ -573,7 +579,7 @@ def describe(tc, model, device, dtype, tokenizer, splits, used):
         text = ", ".join(f"{name} {value}" for name, value in values.items())
         say(textwrap.fill(text, 118, initial_indent=f"{title:8s} ", subsequent_indent=" " * 9))
     how = "compiled" if tc.compile else "not compiled"
-    say(f"device   {device.type} ({chip}), {str(dtype)[6:]}, {how}, torch {torch.__version__}")
+    say(f"device   {device.type} ({chip}), {str(dtype)[6:]}, matmul {torch.get_float32_matmul_precision()}, {how}, torch {torch.__version__}")
     say(f"data     {used}: {len(splits[0]):,} tokens to train, {len(splits[1]):,} to validate, {tokenizer.kind} "
         f"vocabulary of {tokenizer.vocab_size:,}")
     say(f"model    {tc.model}, {tc.size}: {model.num_params():,} parameters")
@@ -588,8 +594,8 @@ def launch(given):
             f"{ckpt['best']:.4f}")
         return 0
     device = pick_device(tc.device)
-    torch.set_float32_matmul_precision(tc.matmul)
     dtype = pick_dtype(tc.dtype, device)
+    torch.set_float32_matmul_precision(pick_matmul(tc.matmul, device, dtype))
     tc.compile = given.get("compile", device.type == "cuda")
     if tc.threads:
         torch.set_num_threads(tc.threads)
