@@ -577,8 +577,7 @@ def muon_learn(rule, pos, whole, tall, part, M0, W, S, O, anchor):
     pairs, saved = memory.gradients(rule.memory, rule.loss, at, part.xk, part.v, rule.norm)      # Eq 16: all at the anchor
     rows = []
     for i, (x, d) in enumerate(apart(rule, pairs)):
-        hot = i < firsts(rule) and part.write is not None     # exp features: one-hot rows (omega.write_keys)
-        s = write(part.write if hot else x, d, G, tall[i]).unflatten(1, (r, -1))                 # all rows in one product
+        s = write(x, d, G, tall[i]).unflatten(1, (r, -1))     # all rows in one product
         rows.append(s if momprod is None else s.addcmul_(momprod, S[i][:, None]))                # Eq 33
     new, ns = [s[:, :-1] for s in rows], []                   # NS is refreshed at all rows but the last, the chunk's end
     if r > 1:
@@ -619,30 +618,27 @@ def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, sav
         momprod = part.momprod[..., None]
         dS = [(d * momprod).sum(1) for d in drows]
         dmomprod = sum((d * s[:, None]).sum((-2, -1)) for d, s in zip(drows, S))
-    dG, dx, dwrite, da, dd = muon_write_backward(rule, tall, part, G, pairs, drows)
+    dG, dx, da, dd = muon_write_backward(rule, tall, G, pairs, drows)
     dat, dz, dv = memory.gradients_backward(rule.memory, rule.loss, at, part.v, rule.norm, saved, pairs, factors, dd, da)
     dat = [[(x, half)] for x, d in dat[0] for half in d.chunk(firsts(rule), -1)] + dat[1:]
     dxk = memory.transposed_product(dz, at[0], part.xk, dx)
-    named = dict(xk=dxk, v=dv, write=dwrite, shares=dshares, G=dG.squeeze(-1).mT, momprod=dmomprod)
+    named = dict(xk=dxk, v=dv, shares=dshares, G=dG.squeeze(-1).mT, momprod=dmomprod)
     return named, dW, dS, dO, [memory.outer(group, t) for group, t in zip(dat, tall)]
 
 
-def muon_write_backward(rule, tall, part, G, pairs, drows):
-    """The gradient of what pairs write to S -> that of G, of phi(k), of what is written in its place, of the last x, of each d (packed)."""
-    dG = dx = dwrite = da = None
+def muon_write_backward(rule, tall, G, pairs, drows):
+    """The gradient of what pairs write to S -> that of G, of phi(k), of the last x, of each d (packed)."""
+    dG = dx = da = None
     dd = []
     for i, (x, d) in enumerate(apart(rule, pairs)):
-        hot = i < firsts(rule) and part.write is not None
-        dX, dD, more = write_backward(part.write if hot else x, d, G, tall[i], drows[i].flatten(1, 2))
+        dX, dD, more = write_backward(x, d, G, tall[i], drows[i].flatten(1, 2))
         dG = plus(dG, more)
         dd.append(dD)
-        if i >= firsts(rule):
-            da = dX
-        elif hot:
-            dwrite = plus(dwrite, dX)
-        else:
+        if i < firsts(rule):
             dx = plus(dx, dX)
-    return dG, dx, dwrite, da, [torch.cat(dd[:2], -1), dd[2]] if len(dd) == 3 else dd
+        else:
+            da = dX
+    return dG, dx, da, [torch.cat(dd[:2], -1), dd[2]] if len(dd) == 3 else dd
 
 
 def muon_held(M0, held, coef):

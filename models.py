@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from memory import LOSSES, MEMORIES, shapes
@@ -175,6 +176,7 @@ class ShortConv(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         before, x, taps = ctx.saved_tensors
         n, dtaps = before.shape[1], torch.zeros_like(taps)
@@ -198,6 +200,7 @@ class Unit(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         y, norm = ctx.saved_tensors
         return torch.addcmul(g, y, (g * y).sum(-1, keepdim=True), value=-1).div_(norm)
@@ -250,7 +253,7 @@ class Memory(nn.Module):
     def make_gates(self, x):
         """keep, step, momentum (B, H, T) and gate (B, H, T, window), in float32, each a function of its token."""
         c = self.config
-        keep, step, momentum, gate = self.heads(at_least_float32(self.gates(x))).split(self.n_gates, -1)
+        keep, step, momentum, gate = self.heads(self.gates(x.to(self.gates.weight.dtype))).split(self.n_gates, -1)
         keep = keep.sigmoid().squeeze(-1) if c.keep else torch.ones_like(keep).squeeze(-1)
         step = c.max_step / c.chunk * step.sigmoid().squeeze(-1)                                 # choice 16
         gate = (gate.sigmoid() if c.gate == "token" else gate.new_ones(*keep.shape, c.window)) / c.window              # choice 6
@@ -542,7 +545,7 @@ class LM(nn.Module):
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
         states, remat = [], self.remat and torch.is_grad_enabled()
-        for block, s in zip(self.blocks, state or [None] * len(self.blocks)):
+        for block, s in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
             x, s = checkpoint(block, x, s, use_reentrant=False) if remat else block(x, s)
             states.append(s)
         return self.head(self.norm(x)), tuple(states)
@@ -600,7 +603,12 @@ def build(preset="atlas", **overrides):
 
 
 def detach(state):
-    """The state cut off from the autograd graph of the tokens that made it, for streaming and for training on segments."""
+    """The state cut off from the autograd graph of the tokens that made it, for streaming and for training on segments.
+
+    A parameter that it refers to (M0) stays that parameter: an optimizer's step moves it for the state as well, and it goes on learning.
+    """
+    if isinstance(state, nn.Parameter):
+        return state
     if isinstance(state, torch.Tensor):
         return state.detach()
     if isinstance(state, tuple):

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.func import grad, vmap
 
 import chunks
@@ -71,7 +72,7 @@ class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network; see the table in memory.py."""
     keep: torch.Tensor                                        # (B, H, T) in (0, 1]
     step: torch.Tensor                                        # (B, H, T)
-    momentum: torch.Tensor | None                             # (B, H, T) in [0, 1); None for none
+    momentum: torch.Tensor | None                             # (B, H, T) in (0, 1): at 0 its gradient is lost in the log; None for none
     gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
 
 
@@ -111,7 +112,10 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     """The rule of the module docstring, token by token; the gradient is autograd of the printed loss.
 
     q, k, v (B, H, T, D), gates and state as in their classes -> y (B, H, T, D), state. Slow: for reading and for tests.
+    ValueError for `exp` features, of which no phi(x) can be written out.
     """
+    if phi.kind == "exp":
+        raise ValueError("omega_ref needs features that can be written out, not exp; omega has them")
     pos, n = state.pos, state.k.shape[2]
 
     def one(M0, W, S, anchor, O, xq, q, xs, ks, vs, keep, step, momentum, gate):     # one sequence, one head
@@ -217,6 +221,7 @@ class Recurrence(torch.autograd.Function):
         return y, y[..., -1, :].clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, dlast):
         factors, y = ctx.saved_tensors
         drows = torch.empty_like(y)
@@ -275,7 +280,12 @@ def mixing(rule, gates, pos):
 
 
 def omega(rule, phi, q, k, v, gates, state):
-    """The rule of the module docstring, chunk-parallel; arguments and returns of `omega_ref`, any length, any state."""
+    """The rule of the module docstring, chunk-parallel; arguments and returns of `omega_ref`, any length, any state.
+
+    ValueError for `exp` features with Newton-Schulz: the memory is known by its coefficients alone, the weights it would see are infinite.
+    """
+    if phi.kind == "exp" and rule.muon_every:
+        raise ValueError("exp features have no finite weights for Newton-Schulz; take muon_every = 0")
     T, idle = q.shape[2], -(rule.window - 1) % 8              # idle pairs, of weight 0, in front: products with a multiple of 8
     w = rule.window + idle                                    # columns are faster (a chunk by 3 - 7 %)
     missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
@@ -360,7 +370,7 @@ def write_keys(rule, state, q, k, ks):
     """
     keys = torch.cat([state.keys, k], 2)
     grow = lambda W: tuple(F.pad(w, (0, 0, 0, k.shape[2])) if i < chunks.firsts(rule) else w for i, w in enumerate(W))
-    state = state._replace(W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), O=grow(state.O), keys=keys)
+    state = state._replace(W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), keys=keys)
     if state.M0:                                              # M0 itself has no row for any key
         state = state._replace(M0=grow(state.M0))
     n = q.shape[-1] + keys.shape[2]

@@ -12,6 +12,7 @@ from itertools import combinations_with_replacement
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 FEATURES = ("none", "elementwise", "monomial", "sketch", "exp")
 
@@ -57,6 +58,7 @@ class Monomials(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g):
         (out, scale, degrees, weight, *levels), p = ctx.saved_tensors, ctx.p
         x, whole = levels[0], g

@@ -21,11 +21,11 @@ for part in "${@:-tests bench exact 64 128 256 every long}"; do
         case $part in
         tests) python3 -m pytest -q test_all.py 2>&1 | tee "$out/gpu-tests.log" | tail -3 ;;
         bench) python3 bench.py --device "$device" --minutes 8 --json "$out/bench-$device.json" 2>&1 | tee "$out/gpu-bench.log" | grep -v '^{' ;;
-        exact)                                                # bfloat16 and compiled (the default there) against float32 and eager
+        exact)                                                # bfloat16, TF32 and compiled (the default there) against float32 and eager
             for model in transformer omeganet atlas; do
-                for how in "" "--dtype float32 --no-compile"; do
+                for how in "" "--matmul highest" "--dtype float32 --no-compile"; do
                     echo "$model $how: $(python3 train.py --model $model --device "$device" --data pydoc --steps $((5 * steps)) --warmup 1 $how \
-                        --out "$out/gpu-run" 2>&1 | tee "$out/gpu-exact-$model${how:+-float32}.log" | grep -E '^done|[Ee]rror' | tail -1)"
+                        --out "$out/gpu-run" 2>&1 | tee "$out/gpu-exact-$model-${how//[ -]/}.log" | grep -E '^done|[Ee]rror' | tail -1)"
                     rm -rf "$out/gpu-run"
                 done
             done ;;
