@@ -269,7 +269,7 @@ def sweep(bench, batch, width, knob, T, differences, values, seconds):
     for value in values:
         case = {**WORK, **heads(width), **differences, knob: value}
         runs[value] = layer_runs(bench, layer(bench, **case), batch, T, width)["", "both"]
-    for value, t in race(runs, seconds, bench.device).items():
+    for value, t in race(runs, seconds, bench.device, must=2 if bench.compile else math.inf).items():
         peak = peak_bytes(runs[value], bench.device)
         cell = bench.keep("layer", f"{knob} {value}", t, batch * T, T=T, what="both", bytes=peak)
         rows.append([value, cell, MiB(peak)])
@@ -370,16 +370,23 @@ def widen(config, target):
 
 
 def step_flops(config, T, device):
-    """Of forward and backward of one sequence, counted by torch; attention counts as T x T, as is the custom."""
-    model, tokens = models.LM(config).to(device), torch.zeros(1, T, dtype=torch.long, device=device)
-    with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
-        with sdpa_kernel(SDPBackend.MATH):      # neither compiled nor fused kernels are counted
-            model.loss(tokens, tokens).backward()
-    return counter.get_total_flops()
+    """Of forward and backward of one sequence, counted by torch; attention counts as T x T, as is the custom.
+
+    Each block has as many as the next: two tell them all, and need not the memory of all.
+    """
+    def counted(n_layer):
+        model, tokens = models.LM(replace(config, n_layer=n_layer)).to(device), torch.zeros(1, T, dtype=torch.long, device=device)
+        with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
+            with sdpa_kernel(SDPBackend.MATH):  # neither compiled nor fused kernels are counted
+                model.loss(tokens, tokens).backward()
+        return counter.get_total_flops()
+    one = counted(1)
+    return one + (config.n_layer - 1) * (counted(2) - one) if config.n_layer > 1 else one
 
 
 def step_run(bench, config, tc, ids):
     model = compiled(bench, models.LM(config).to(bench.device).train())
+    model.remat = tc.remat and config.mixer == "memory"
     optimizers, step = train.make_optimizers(model, tc), itertools.count()
     return lambda: train.train_step(model, optimizers, tc, ids, next(step), 1.0, bench.device, bench.dtype)
 
@@ -395,7 +402,7 @@ def step_size(bench, size, seconds):
     main, vocab = train.TrainConfig.model, models.Config.vocab_size
     names = sorted(bench.models, key=lambda name: (name != "transformer", name != main))
     tc = train.settings(dict(model=main, size=size))[0]
-    tc = replace(tc, grad_accum=1, **bench.pick(dict(batch_size=1, seq_len=64), {}, {}))
+    tc = replace(tc, grad_accum=1, remat=size not in ("tiny", "baby"), **bench.pick(dict(batch_size=1, seq_len=64), {}, {}))
     configs = {name: train.settings(dict(model=name, size=size))[1] for name in names}
     target = max(count(config) for config in configs.values())
     configs = {name: widen(config, target) for name, config in configs.items()}
@@ -412,17 +419,12 @@ def step_size(bench, size, seconds):
                           product_flops_per_s=peak)
         rows.append([name, short(n), f"{1e3 * t['median_s']:.0f}", cell, f"{ratio:.2f}", f"{100 * rate / peak:.0f}%",
                      f"{t['first_s']:.1f}"])
-    table(f"step: size {size}, batch {tc.batch_size} x {tc.seq_len}; a large matrix product makes {short(peak)}FLOP/s",
+    again = ", memories with --remat" if tc.remat else ""
+    table(f"step: size {size}, batch {tc.batch_size} x {tc.seq_len}{again}; a large matrix product makes {short(peak)}FLOP/s",
           ["", "parameters", "ms", "tokens/s", "/ transformer's ms", "of product", "first call, s"], rows)
 
 
 # ---- decode
-
-def tensors(state):
-    if isinstance(state, torch.Tensor):
-        return [state]
-    return [t for part in state for t in tensors(part)] if isinstance(state, tuple) else []
-
 
 def filled(state, n):
     """The state of a one-block transformer after n tokens: what the keys and values are does not change the cost."""
@@ -473,7 +475,7 @@ def part_decode(bench):
         n = 8 if name == "transformer" else model.config.chunk       # a whole chunk: each run meets its end once
         runs = {position: decode_run(model, state, n) for position, state in states.items()}
         for position, t in race(runs, 0.1 * left, bench.device).items():
-            ms, size = 1e3 * t["median_s"] / n, sum(a.nbytes for a in tensors(states[position]))
+            ms, size = 1e3 * t["median_s"] / n, models.state_bytes(states[position])
             bench.keep("decode", name, t, n, position=position, ms=ms, bytes=size)
             rows[name, position, "ms"], rows[name, position, "bytes"] = f"{ms:.3g}", f"{size:,}"
         done.append(name)
@@ -611,14 +613,15 @@ def parse(argv):
     add("--plot", action="store_true", help="draw results/bench-*.png (needs matplotlib)")
     add("--quick", action="store_true", help="tiny shapes: does it run at all?")
     args = parser.parse_args(argv)
-    if args.threads < 1 or not 0 < args.minutes < math.inf:
-        parser.error("--threads must be at least 1, --minutes above 0")
+    if not 1 <= args.threads < train.LIMIT or not 0 < args.minutes < math.inf:
+        parser.error("--threads must be at least 1 and below 2^31, --minutes above 0")
     return args
 
 
 def run(args):
-    if args.json and not Path(args.json).absolute().parent.is_dir():              # now, not after all the work
-        raise UserError(f"--json {args.json}: there is no such folder; make it first")
+    file = Path(args.json or "-").absolute()
+    if file.is_dir() or not file.parent.is_dir():             # now, not after all the work
+        raise UserError(f"--json {args.json}: " + ("it is a folder; name a file in it" if file.is_dir() else "there is no such folder; make it first"))
     device = train.pick_device(args.device)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -634,9 +637,9 @@ def run(args):
     for part, share in parts.values():
         bench.seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
         part(bench)
-    result = json.dumps(dict(bench="atlas", argv=sys.argv[1:], machine=about, records=bench.records))
-    if args.json:
-        Path(args.json).write_text(result + "\n")
+        result = json.dumps(dict(bench="atlas", argv=sys.argv[1:], machine=about, records=bench.records))
+        if args.json:                                         # after each part, for the next may be cut short
+            file.write_text(result + "\n")
     if args.plot:
         plot(bench.records, Path(__file__).parent / "results")
     print(f"\n{result}")
@@ -652,6 +655,8 @@ def main(argv=None):
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        train.nobody_reads()
     return 0
 
 

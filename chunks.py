@@ -129,9 +129,13 @@ class Chunks(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         return y, *after
 
+    compiled = False                                          # by omega.compile_chunks
+
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, *dafter):
+        if Chunks.compiled:                                   # on CUDA this is another thread, and each has limits of its own
+            unlimited()
         parts, *groups, kept = grouped(ctx.saved_tensors, ctx.sizes)
         parts, (*kept, _) = Part(*parts), grouped(kept, ctx.lengths)
         if dy is None:                                        # what was read is not used
@@ -140,6 +144,11 @@ class Chunks(torch.autograd.Function):
         with torch.autocast(dy.device.type, enabled=False):   # as in forward (models.py)
             dgroups = ctx.gradient(*ctx.how, parts, *groups, kept, grads, dy, dafter)
         return None, None, None, None, *grads, *(a for group in dgroups for a in group)
+
+
+def unlimited():
+    """Every shape is compiled: by default the ninth would be eager."""
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
 
 
 def grouped(items, sizes):

@@ -7,6 +7,7 @@ There are two loops. The outer loop (train.py) learns every nn.Parameter here, M
 inner loop (omega.py) runs inside forward: it starts from M0 at the beginning of every sequence, changes only the fast weights
 W of that sequence, and never touches a parameter. What it has learned by token t is in the `state` that forward returns.
 """
+import math
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -77,13 +78,22 @@ class Config:
             choices = f.metadata.get("choices")
             if choices and getattr(self, f.name) not in choices:
                 raise ValueError(f"--{f.name.replace('_', '-')} must be one of {', '.join(choices)}, not {getattr(self, f.name)!r}")
+        if not 0 <= self.dropout < 1:                         # false for nan, too
+            raise ValueError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
         if not self.head_dim:
             if self.n_embd % self.n_head:
                 raise ValueError(f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}, or give --head-dim")
             self.head_dim = self.n_embd // self.n_head
-        for name in ("persistent", "max_norm", "attn_window", "mlp_hidden", "sketch_dim"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+        for name in ("head_dim", "persistent", "max_step", "max_norm", "attn_window", "mlp_hidden", "sketch_dim"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative, not {getattr(self, name)}")
+        attention = self.mixer == "attention"
+        if attention and self.wiring != "lmm":
+            raise ValueError(f"--wiring {self.wiring} is of a memory and attention; take a --model with a memory")
+        if self.wiring == "lmm" and not self.memory_branch:
+            raise ValueError("--no-memory-branch leaves nothing of --wiring lmm; take mag, mal or mac, or --model transformer")
+        if (attention or self.wiring != "lmm") and self.head_dim % 2:
+            raise ValueError(f"attention turns pairs of numbers: --head-dim must be even, not {self.head_dim}")
         if self.wiring != "lmm" and not self.attn_window:
             raise ValueError(f"--wiring {self.wiring} needs an --attn-window of at least 1")
         if self.muon and self.features == "exp":
@@ -117,7 +127,7 @@ PRESETS = {
 
 # Sizes, under the preset: `tiny` is Config itself; from 170m on the shapes are those of the paper's Table 7, whose head dims
 # make exact monomials too many, so phi is their sketch.
-_large = dict(head_dim=0, expansion=4, features="sketch", sketch_dim=256)
+_large = dict(head_dim=0, expansion=4, features="sketch", sketch_dim=255)    # 1 + D + 255: a multiple of 16, which GPUs like
 SIZES = {
     "tiny": dict(),
     "baby": dict(n_layer=6, n_head=12, n_embd=384, dropout=0.1),

@@ -348,7 +348,8 @@ def compile_chunks(**options):
 
     Every shape by itself: they are few, and inductor (torch 2.13) gets the strides of some gradients wrong that are to fit all lengths.
     """
-    torch._dynamo.config.recompile_limit = 1000               # not 8, after which it would be eager again
+    chunks.Chunks.compiled = True
+    chunks.unlimited()
     options.setdefault("dynamic", False)
     for module, name in COMPILED:
         f = getattr(module, name)

@@ -9,13 +9,12 @@ The text goes to stdout as it is generated, everything else to stderr.
 """
 import argparse
 import math
-import os
 import sys
 
 import torch
 
 from data import UserError
-from train import Parser, encode_prompt, load_checkpoint, pick_device, rebuild, tune_cpu, write
+from train import LIMIT, Parser, encode_prompt, load_checkpoint, nobody_reads, pick_device, rebuild, tune_cpu, write
 
 
 def at_least(kind, low, high=math.inf):
@@ -43,7 +42,7 @@ def parse(argv=None):
     add("--top-p", type=at_least(float, 1e-9, 1), default=1.0, metavar="X",
         help="draw from the fewest tokens of total probability X [1.0]")
     add("--stop", default="", metavar="TEXT", help="end before this text appears")
-    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
+    add("--seed", type=at_least(int, 0, LIMIT - 1), default=1337, metavar="N", help="the same seed writes the same text [1337]")
     add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
     return parser.parse_args(argv)
@@ -112,7 +111,7 @@ def main(argv=None):
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:                                     # `| head` has seen enough; no second flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        nobody_reads()
     return 0
 
 

@@ -649,7 +649,7 @@ def test_delta_rule(fn, decay, forget):
 @both
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_titans(fn, chunk):
-    """Window 1, no Muon, no features: Titans Eq 13-14, with gradients at the last chunk boundary (its Eq 16)."""
+    """Window 1, no Muon, no features: Titans Eq 13-14, its theta outside of S (choice 4), gradients at the last chunk boundary (its Eq 16)."""
     x, ys = stream(10, kind="mlp", gate=1, M0=1), []
     W, S = [x["M0[0]"].expand(2, 2, 4, 3), x["M0[1]"].expand(2, 2, 3, 4)], [0, 0]
     mlp = lambda W, a: a + F.gelu(a @ W[0]) @ W[1]
@@ -660,6 +660,18 @@ def test_titans(fn, chunk):
         W = [keep * w - step * s for w, s in zip(W, S)]
         ys.append(mlp(W, q))
     close(learn(fn, Rule("mlp", "l2", 1, chunk), none, x)[0], torch.cat(ys, 2))
+
+
+@both
+def test_titans_to_the_letter(fn):
+    """Titans' own theta, inside of S, is the gate of a window of 1: S <- eta S - theta grad, M <- (1 - alpha) M + S."""
+    x, ys, S = stream(9, kind="linear", step=1, M0=1), [], 0
+    W = x["M0[0]"]
+    for q, k, v, keep, eta, theta in named_rows(x, "q", "k", "v", "keep", "momentum", "gate"):
+        S = eta * S - theta * k.mT @ (k @ W - v)
+        W = keep * W + S
+        ys.append(q @ W)
+    close(learn(fn, Rule("linear", "l2", 1, 1), none, x)[0], torch.cat(ys, 2))
 
 
 @both
@@ -1245,11 +1257,16 @@ def test_loss_counts_what_it_should():
     close(model.loss(x, torch.where(torch.arange(9) < 5, y, -100)), -p[:, :5].mean(), 1e-6)
 
 
+def plain_again(monkeypatch):
+    """Undo compile_chunks after the test."""
+    for module, name in (*omega_module.COMPILED, (chunks.Chunks, "compiled")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+
+
 @pytest.mark.parametrize("preset", ["omeganet", "atlas"])
 def test_chunk_steps_compile_whole(preset, monkeypatch):
     """One graph for a chunk's step, forward and backward, and the same numbers: a graph break costs a GPU more than it saves."""
-    for module, name in omega_module.COMPILED:
-        monkeypatch.setattr(module, name, getattr(module, name))                   # put back the plain ones afterwards
+    plain_again(monkeypatch)
     model, x = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 8))
     plain = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()), allow_unused=True)
     omega_module.compile_chunks(backend="aot_eager", fullgraph=True)
@@ -1258,11 +1275,59 @@ def test_chunk_steps_compile_whole(preset, monkeypatch):
         close(a, b)
 
 
+def test_every_shape_is_compiled_in_any_thread(monkeypatch):
+    """Limits of torch._dynamo belong to a thread, and on CUDA gradients have one of their own: there the ninth shape would be eager."""
+    plain_again(monkeypatch)
+    omega_module.compile_chunks(backend="aot_eager")
+    model, limits = small("omeganet", n_layer=1), []
+    plain = chunks.linear_backward
+    monkeypatch.setattr(chunks, "linear_backward", lambda *args: limits.append(torch._dynamo.config.recompile_limit) or plain(*args))
+    loss = model.loss(*torch.randint(11, (2, 2, 8)))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(loss.backward).result()
+    assert min(limits) >= 1000
+
+
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+def forth_and_back(model, x):
+    """Logits and the gradient of their loss, on the CPU."""
+    loss = model.loss(x[:, :-1], x[:, 1:])
+    return [model(x)[0].cpu(), *(g.cpu() for g in torch.autograd.grad(loss, list(model.parameters())))]
+
+
+@gpu
+@every_preset
+def test_a_gpu_computes_the_same(preset):
+    """Other kernels, other branches (a GPU takes products for recurrences), the same numbers in float64."""
+    model, x = shaken(small(preset)), torch.randint(11, (2, 24))
+    for a, b in zip(forth_and_back(model, x), forth_and_back(model.cuda(), x.cuda()), strict=True):
+        close(b, a, 1e-8)
+
+
+@gpu
+@pytest.mark.parametrize("preset", ["omeganet", "atlas", "titans", "atlas++"])
+def test_compiled_on_a_gpu_is_eager(preset, monkeypatch):
+    """Kernels that inductor writes, in float32 and with the strides of training."""
+    plain_again(monkeypatch)
+    model, x = small(preset, n_layer=1, head_dim=16, chunk=16, muon_every=16).cuda(), torch.randint(11, (2, 65)).cuda()
+    eager = forth_and_back(model, x)
+    model.compile_memory()
+    for a, b in zip(forth_and_back(model, x), eager, strict=True):
+        assert (a - b).norm() < 1e-3 * b.norm() + 1e-6
+
+
 def test_bad_configurations():
     """Each mistake is one clear line that names the flag or the choices."""
     for call, word in [(lambda: models.build("altas"), "atlas"), (lambda: models.build("atlas", windw=3), "windw"),
                        (lambda: models.build("atlas", window=0), "window"), (lambda: models.build("atlas", memory="cubic"), "gated"),
-                       (lambda: models.build("atlas", n_head=3, n_embd=16, head_dim=0), "n-head")]:
+                       (lambda: models.build("atlas", n_head=3, n_embd=16, head_dim=0), "n-head"),
+                       (lambda: models.build("atlas", head_dim=-4), "head-dim"), (lambda: models.build("swa", head_dim=7), "even"),
+                       (lambda: models.build("atlas", dropout=math.nan), "dropout"), (lambda: models.build("atlas", dropout=1.0), "dropout"),
+                       (lambda: models.build("atlas", max_norm=math.inf), "max-norm"), (lambda: models.build("atlas", max_step=-1.0), "max-step"),
+                       (lambda: models.build("atlas", memory_branch=False), "no-memory-branch"),
+                       (lambda: models.build("swa", wiring="mag"), "memory")]:
         with pytest.raises(ValueError, match=word) as caught:
             call()
         assert "\n" not in str(caught.value)
@@ -2179,7 +2244,7 @@ def test_resume_refuses_another_text(text, copy, tmp_path, capsys):
     (tmp_path / "other.txt").write_text(text.read_text()[::-1])
     shutil.copy(text, tmp_path / "moved.txt")
     before = contents(tmp_path / "run")
-    resume = ["--resume", "--out", tmp_path / "run", "--data"]
+    resume = ["--resume", "--out", tmp_path / "run", "--device", "cpu", "--data"]
     assert "sha256" in refused(capsys, train.main, *resume, tmp_path / "other.txt")
     assert contents(tmp_path / "run") == before
     assert train.main([*map(str, resume), str(tmp_path / "moved.txt")]) == 0
@@ -2259,6 +2324,26 @@ def test_weights_that_are_not_finite_are_never_saved(text, tmp_path, capsys):
     assert "not finite" in refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", tmp_path / "out",
                                    "--steps", 9, "--lr", "1e30", code=1)
     assert not (tmp_path / "out" / "ckpt.pt").exists()
+
+
+def test_a_run_outlives_its_reader(monkeypatch):
+    """Ctrl-C ends `| tee` as well: a run that then fails to say that it saves does not save."""
+    def closed(*args, **kwargs):
+        raise BrokenPipeError
+    silenced = []
+    monkeypatch.setattr("builtins.print", closed)
+    monkeypatch.setattr(os, "write", closed)
+    monkeypatch.setattr(train, "nobody_reads", lambda: silenced.append(True))
+    train.say("a line")
+    stop = train.StopOnSignal()
+    stop.signal = 0
+    stop.note(signal.SIGINT, None)
+    assert silenced == [True] and stop.signal == signal.SIGINT
+
+
+def test_more_streams_than_tokens():
+    """--batch-size above the length of the validation split: whole, and none of the run before it is lost."""
+    assert math.isfinite(train.evaluate(tiny_model(), np.arange(5), 16, 8, carry=True))
 
 
 def test_a_nan_validation_is_never_the_best(text, tmp_path, monkeypatch):
@@ -2715,13 +2800,13 @@ def test_decode_states_are_those_of_a_stream():
     model = models.build("atlas", n_layer=1, n_embd=32, n_head=2).eval()
     with torch.no_grad():
         states = bench.reach(a_bench(), model, [64, 192], math.inf)
-        sizes = {p: sum(t.nbytes for t in bench.tensors(s)) for p, s in states.items()}
+        sizes = {p: sum(t.nbytes for t in tensors(s)) for p, s in states.items()}
         assert list(sizes) == [64, 192] and sizes[64] == sizes[192] > 0
         assert not bench.reach(a_bench(), model, [10_000_000], 0)
         model = models.build("transformer", n_layer=1, n_embd=32, n_head=2).eval()
         tokens = torch.zeros(1, 10, dtype=torch.long)
         true, made = model(tokens)[1], bench.filled(model(tokens[:, :1])[1], 10)
-        assert [t.shape for t in bench.tensors(made)] == [t.shape for t in bench.tensors(true)] and made[0].pos == true[0].pos
+        assert [t.shape for t in tensors(made)] == [t.shape for t in tensors(true)] and made[0].pos == true[0].pos
     bench.decode_run(model, made, 2)()
     assert made[0].pos == 10                                  # the run leaves the state as it was
 
@@ -2764,7 +2849,7 @@ def test_plot_without_matplotlib_says_so(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("argv, names", [
     (["--part", "nothing"], "layer"), (["--threads", "0"], "--threads"), (["--minutes", "nan"], "--minutes"),
-    (["--json", "/no/such/folder/x.json"], "folder"), (["--wat"], "--wat"),
+    (["--json", "/no/such/folder/x.json"], "no such folder"), (["--json", "/"], "is a folder"), (["--wat"], "--wat"),
     pytest.param(["--device", "cuda"], "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one"))])
 def test_bench_mistakes_are_one_line(argv, names, capsys):
     try:
@@ -2782,7 +2867,7 @@ class Stub(torch.nn.Module):
 
     def __init__(self, logits, grow=lambda state: (torch.zeros(4),)):
         super().__init__()
-        self.p, self.logits, self.grow = torch.nn.Parameter(torch.zeros(1)), logits, grow
+        self.p, self.logits, self.grow, self.config = torch.nn.Parameter(torch.zeros(1)), logits, grow, models.Config()
 
     def forward(self, tokens, state=None):
         return self.logits(tokens), self.grow(state)
@@ -2799,6 +2884,10 @@ def test_stream_tells_growth_and_nan(capsys):
     """Catches a check that never fails."""
     ids, uniform = torch.arange(50) % 5, lambda x: torch.zeros(*x.shape, 5)
     assert eval.stream(Stub(uniform), ids, 20_000) == 0
+    cache = Stub(uniform, lambda state: (torch.zeros(1000 + (0 if state is None else len(state[0]))),))
+    assert eval.stream(cache, ids, 20_000) == 1
+    cache.config = replace(cache.config, mixer="attention", attn_window=0)       # it has to grow
+    assert eval.stream(cache, ids, 20_000) == 0
     assert f"{math.log(5):.4f}" in capsys.readouterr().out
     grow = lambda state: (torch.zeros(4 if state is None else len(state[0]) + 4),)
     assert eval.stream(Stub(uniform, grow), ids, 20_000) == 1
@@ -2839,7 +2928,7 @@ def test_mqar_learns_to_recall(capsys):
     """Catches an optimiser that does not step, targets that are not those of the tokens."""
     torch.manual_seed(0)
     assert eval.main(["--task", "mqar", "--model", "linear", "--n-layer", "1", "--n-embd", "32", "--n-head", "2", "--vocab", "8",
-                      "--pairs", "2", "--seq-len", "8", "--steps", "120", "--chunk", "8"]) == 0
+                      "--pairs", "2", "--seq-len", "8", "--steps", "120", "--chunk", "8", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert float(out.split("mean accuracy ")[1].split()[0]) > 0.9 and "by guessing" in out
 
@@ -2861,14 +2950,15 @@ def test_text_task_on_a_checkpoint(tmp_path, capsys, monkeypatch):
     assert "longer than in training" in said and "not the text" not in said and "resident memory" in said
     other = tmp_path / "o.txt"
     other.write_text("not to be " * 60)
-    assert eval.main(["--ckpt", out, "--data", str(other), "--stream", "0"]) == 0
+    assert eval.main(["--ckpt", out, "--data", str(other), "--stream", "0", "--device", "cpu"]) == 0
     assert "not the text" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv, names", [
     (["--ckpt", "/no/such"], "/no/such"), (["--window", "3"], "--window"), (["--wat"], "--wat"), (["--batch-size", "-1"], "--batch-size"),
     (["--task", "mqar", "--window", "0"], "--window"), (["--task", "mqar", "--pairs", "40"], "pairs"),
-    (["--task", "mqar", "--model", "gpt"], "transformer"), (["--stream", "-5"], "--stream")])
+    (["--task", "mqar", "--model", "gpt"], "transformer"), (["--stream", "-5"], "--stream"), (["--lr", "1"], "--lr"),
+    (["--task", "mqar", "--stream", "5"], "--stream"), (["--task", "mqar", "--seed", str(10**13)], "--seed"), (["--threads", str(10**11)], "--threads")])
 def test_eval_mistakes_are_one_line(argv, names, capsys):
     try:
         code = eval.main(argv)
@@ -3203,6 +3293,13 @@ MUTANTS = [
      "test_nothing_waits_for_the_host[omeganet-more2]"),
     ("a number read back", "omega.py", "        da = g.new_zeros(B,", "        da = 0 * g.sum().item() + g.new_zeros(B,",
      "test_nothing_waits_for_the_host[atlas++-more4]"),
+    ("no reader, no run", "train.py", "        nobody_reads()\n", "        raise\n", "test_a_run_outlives_its_reader"),
+    ("as many streams as asked for", "train.py", "    n = min(n, len(ids) - 1)\n", "", "test_more_streams_than_tokens"),
+    ("a thread of its own compiles eight shapes", "chunks.py", "        if Chunks.compiled:", "        if False:", "test_every_shape_is_compiled_in_any_thread"),
+    ("detach cuts off M0", "models.py", "    if isinstance(state, nn.Parameter):\n        return state\n", "", "test_detach[atlas]"),
+    ("double backward through unit vectors", "models.py", "    @once_differentiable\n    def backward(ctx, g):", "    def backward(ctx, g):", "test_second_derivatives_are_refused"),
+    ("exp features with Newton-Schulz", "omega.py", 'if phi.kind == "exp" and rule.muon_every:', "if False:", "test_exp_has_no_reference_and_no_newton_schulz"),
+    ("a cache that grows has failed", "eval.py", 'c.mixer == "attention" and not c.attn_window', "False", "test_stream_tells_growth_and_nan"),
     ("--remat ignored", "train.py", "    model.remat = tc.remat\n", "", "test_remat_is_the_same_run"),
     ("remat forgets the dropout", "models.py", "use_reentrant=False)", "use_reentrant=False, preserve_rng_state=False)",
      "test_remat_is_bit_equal_in_less_memory[transformer]"),

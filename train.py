@@ -22,6 +22,7 @@ import tempfile
 import textwrap
 import time
 import zipfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count, islice
 from pathlib import Path
@@ -35,12 +36,13 @@ from models import LM, PRESETS, SIZES, Config, detach, opt
 
 # ---- settings and flags
 
+LIMIT = 2**31                                                 # of all integers: what torch takes for a number of threads
 MATMUL = "auto", "highest", "high", "medium"
 
 
 @dataclass
 class TrainConfig:
-    """Everything about a run that is not the network. Numbers are at least 0, or at least `low`."""
+    """Everything about a run that is not the network. Numbers are at least 0, or at least `low`; integers below LIMIT."""
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
     size: str = opt("auto", "of network and run; auto: baby on CUDA, else tiny", choices=("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a text file, or a folder of text files")
@@ -81,8 +83,9 @@ class TrainConfig:
     def __post_init__(self):
         for f in fields(self):
             value, low, choices = getattr(self, f.name), f.metadata.get("low", 0), f.metadata.get("choices")
-            if isinstance(value, (int, float)) and not low <= value < math.inf:           # false for nan, too
-                raise ValueError(f"{flag(f.name)} must be at least {low} and finite, not {value}")
+            high, below = (math.inf, "finite") if isinstance(value, float) else (LIMIT, "below 2^31")
+            if isinstance(value, (int, float)) and not low <= value < high:                # false for nan, too
+                raise ValueError(f"{flag(f.name)} must be at least {low} and {below}, not {value}")
             if choices and value not in choices:
                 raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
         if self.warmup > self.steps:
@@ -270,7 +273,16 @@ def first_line(fault):
 # ---- the machine
 
 def say(text=""):
-    print(text, flush=True)
+    """A line on stdout. A run outlives its reader (`| head`, or a `| tee` that the same Ctrl-C has ended): it has things to save."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        nobody_reads()
+
+
+def nobody_reads():
+    """What is still to be printed goes nowhere; else it would fail again, and once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def pick_device(name):
@@ -337,7 +349,7 @@ def compile_model(model, x, y, dtype):
             loss.backward()
             say(f"compiled in {time.perf_counter() - began:.0f} s")
         except Exception as fault:
-            if not type(fault).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            if not type(fault).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
                 raise
             torch.compiler.set_stance("force_eager")
             print(f"warning: torch.compile failed, going on without it: {first_line(fault)}", file=sys.stderr)
@@ -360,7 +372,8 @@ class StopOnSignal:
         if self.signal:
             raise KeyboardInterrupt(number)
         self.signal = number
-        os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")      # print is not safe in here
+        with suppress(OSError):                               # the same Ctrl-C may have ended `| tee`
+            os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")  # print is not safe in here
 
 
 # ---- training
@@ -424,7 +437,11 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
 
 
 def streams(ids, seq_len, n):
-    """The same text as n streams side by side, in pieces of seq_len: x, y (n, seq_len or fewer); fewer than n tokens are left out."""
+    """The same text as n streams side by side, in pieces of seq_len: x, y (n, seq_len or fewer); fewer than n tokens are left out.
+
+    A text of fewer tokens than that makes fewer streams.
+    """
+    n = min(n, len(ids) - 1)
     length = (len(ids) - 1) // n
     x, y = (torch.as_tensor(ids[i: i + n * length]).view(n, length) for i in (0, 1))
     return zip(x.split(seq_len, 1), y.split(seq_len, 1))
@@ -599,8 +616,8 @@ def launch(given):
     tc.compile = given.get("compile", device.type == "cuda")
     if tc.threads:
         torch.set_num_threads(tc.threads)
-    probe(Path(tc.out))
     tokenizer, splits, data = prepare_data(tc, ckpt)
+    probe(Path(tc.out))
     torch.manual_seed(tc.seed)
     model = (rebuild(ckpt)[0] if ckpt else LM(replace(config, vocab_size=tokenizer.vocab_size))).to(device).train()
     model.remat = tc.remat
@@ -640,7 +657,7 @@ def main(argv=None):
     except (MemoryError, RuntimeError) as fault:
         if not isinstance(fault, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(fault):
             raise
-        code, message = 1, "out of memory; add --remat, or lower --batch-size (and raise --grad-accum), --seq-len or --chunk"
+        code, message = 1, "out of memory; add --remat, or lower --batch-size (and raise --grad-accum), --seq-len, --chunk or the size of the network"
     print(f"error: {message}", file=sys.stderr)
     return code
 
