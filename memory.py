@@ -4,7 +4,8 @@
     mlp      M(x) = r + gelu(x W1) W2                                    ATLAS Eq 42
     gated    M(x) = r + (gelu(x W1) * (x W2)) W3                         ATLAS Eq 43 (ATLAS++)
 
-x = phi(k) is a row vector of E features, and the residual r is k itself, of dimension D  (choice 9). W is a tuple of matrices,
+The paper's matrices act on columns, x + W_1 gelu(W_2 x) and x + W_1 (gelu(W_2 x) * W_3 x): its W_2, W_1 are W1, W2 here, and its W_2, W_3, W_1
+are W1, W2, W3. x = phi(k) is a row vector of E features, and the residual r is k itself, of dimension D  (choice 9). W is a tuple of matrices,
 one set for each sequence and head. The inner loop (omega.py) changes W at test time; where W starts is a parameter of the
 outer loop like any other. No biases, as in the paper.
 
@@ -41,7 +42,7 @@ def apply(kind, read, x, r, norm=False):
     """M(x), where `read(i, rows)` multiplies rows by the i-th weight matrix - whatever that matrix is at each row.
 
     x (..., T, E), residual r (..., T, D) -> (..., T, D). With `read = lambda i, a: a @ W[i]` all rows see the same W; the chunk
-    form of omega.py reads row t at W_t without ever forming W_t. `norm` puts a layer norm before the residual  (choice 11).
+    form of omega.py reads row t at W_t without ever forming W_t. `norm` divides by the RMS before the residual  (choice 11).
     """
     return output(kind, answer(kind, read, x), r, norm)
 

@@ -44,7 +44,7 @@ class Config:
     persistent: int = opt(4, "learned tokens before the sequence, in mag, mal and mac")
     memory: str = opt("mlp", "the memory: a matrix, Eq 42, or Eq 43", choices=MEMORIES)
     expansion: int = opt(1, "hidden width of the memory, in head dims")
-    memory_norm: bool = opt(False, "a layer norm inside the memory, before its residual")
+    memory_norm: bool = opt(False, "a norm (RMS) inside the memory, before its residual")
     loss: str = opt("l2", "inner loss (attentional bias)", choices=LOSSES)
     window: int = opt(8, "tokens the Omega rule looks back on (the paper's c); 1 is Titans")
     chunk: int = opt(64, "tokens that share one gradient point (the paper's b)")
@@ -114,9 +114,9 @@ PRESETS = {
     #                       memory           loss        window    phi               alpha       algorithm
     "linear":          dict(memory="linear", loss="dot", window=1, features="none",  keep=False, **_simple),         # Eq 45
     "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none",  keep=False, **_simple),         # Eq 47
-    "titans":          dict(memory="mlp",    loss="l2",  window=1, features="none",              muon=False),        # Eq 12, 13
+    "titans":          dict(memory="mlp",    loss="l2",  window=1, features="none",              muon=False),        # Eq 12, 13, choice 4
     "dla":             dict(memory="mlp",    loss="dot", window=1, memory_norm=True,             **_simple),         # Eq 19
-    "swla":            dict(memory="linear", loss="dot", window=8, features="none",              **_simple),         # Eq 20
+    "swla":            dict(memory="linear", loss="dot", window=8, features="none",              **_simple),         # Eq 55, D.2
     "deeptransformer": dict(memory="mlp",    loss="dot", window=1, features="exp",   keep=False, memory_norm=True, **_simple),  # Eq 25
     "swdt":            dict(memory="mlp",    loss="dot", window=8, features="exp",   keep=False, memory_norm=True, **_simple),  # Table 1
     "dot":             dict(memory="mlp",    loss="l2",  window=8, features="exp",   keep=False, **_simple),         # Eq 27
@@ -576,7 +576,8 @@ class LM(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-        """Yield max_new_tokens times the next token (B,), given tokens (B, T); every one costs the same (the state does not grow).
+        """Yield max_new_tokens times the next token (B,), given tokens (B, T); every one costs the same, as long as the state does
+        not grow (it does with full attention, and with exp features).
 
         temperature 0 takes the most likely token; top_k 0 and top_p 1 are off.
         """
@@ -628,7 +629,11 @@ def detach(state):
 
 
 def properties(config):
-    """The five columns of the paper's Table 1: dynamic decay, deep memory, non-linear capacity, locally optimal, flexible context."""
+    """The five columns of the paper's Table 1: dynamic decay, deep memory, non-linear capacity, locally optimal, flexible context.
+
+    They tell what a model here does. The paper ticks decay for deeptransformer, swdt and dot, whose equations have no alpha, and does not
+    tick non-linear capacity for dla, whose Eq 19 has phi.
+    """
     c = config
     if c.mixer == "attention":
         return [False, False, True, True, c.attn_window > 0]

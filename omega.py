@@ -49,7 +49,7 @@ class Rule(NamedTuple):
     straight_through: bool = False
     ns_dtype: torch.dtype | None = None                       # of Newton-Schulz inside; None: as the fast weights
     forget: str = "zero"                                      # what keep < 1 leads back to: zero as printed, or M0 ("start")  (choice 21)
-    norm: bool = False                                        # a layer norm inside the memory, for mlp and gated
+    norm: bool = False                                        # divide what mlp and gated answer by its RMS  (choice 11)
     ball: float = 0.0                                         # largest norm of a matrix of W at a chunk boundary; 0: none  (choice 22)
 
     @property

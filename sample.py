@@ -1,5 +1,5 @@
 """sample.py - let a trained model write. Its memory goes on learning from what it reads and writes, and its state has a
-constant size, so a new token costs the same however long the text has become.
+constant size (but with full attention or exp features), so a new token costs the same however long the text has become.
 
     python sample.py --prompt "ROMEO:" --tokens 500
     python sample.py --ckpt runs/a/best.pt --prompt-file letter.txt --temperature 0.7 --top-p 0.9 --num 3

@@ -19,7 +19,8 @@ exact() {                                                     # bfloat16, TF32 a
     for model in transformer omeganet atlas; do
         for how in "" "--matmul highest" "--dtype float32" "--dtype float32 --no-compile"; do
             echo "== $model $how"
-            python3 train.py --model $model --device "$device" --data pydoc --steps $((5 * steps)) --warmup 1 $how --out "$out/gpu-run" 2>&1
+            python3 train.py --model $model --device "$device" --data pydoc --warmup 1 $how --out "$out/gpu-run" \
+                --steps $((5 * steps + 1)) --eval-every $((5 * steps)) --stop-after $((5 * steps)) 2>&1
             rm -rf "$out/gpu-run"
         done
     done
