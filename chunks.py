@@ -448,7 +448,7 @@ def linear_chunks_backward(rule, whole, tall, parts, M0, C, anchor, kept, grads,
         more, dafter, danchor = linear_backward(
             rule, tall, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), M0,
             [] if first and not C else [c[now] for c in Cs], anchor if first else [], one, dy[now], dafter)
-        dM0 = [plus(a, b) for a, b in zip(dM0, more)]
+        dM0 = [b if a is None else a.add_(b) for a, b in zip(dM0, more)]
     return dM0, dafter, danchor
 
 
@@ -478,7 +478,7 @@ def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, daft
         at, *one = many[j]
         dv, dW, *more = learn_chunk_backward(rule, tall, ones[j], at, bool(C and not anchor), *one, dC[j], dafter)
         dvs[j].copy_(dv)
-        dM0 = [m + w for m, w in zip(dM0, dW)]
+        dM0 = [m.add_(w) for m, w in zip(dM0, dW)]
         rest.append((*more, dafter))
         dafter = dC[j]
     dz, reads, last = zip(*reversed(rest))
@@ -733,17 +733,17 @@ def muon_chunks_backward(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kep
     before = [S] + [[s[:, -1] for s in rows] if momentum else [] for _, rows, *_ in learned]
     zeros = [torch.zeros_like(s[:, 0]) for s in learned[0][1]]
     dW, dS, dO = ([z if d is None else d for z, d in zip(zeros, ds)] for ds in grouped(dafter, (k, k if momentum else 0)))
-    dM0 = [0] * len(M0)
+    dM0 = [None] * len(M0)
     ones, onegrads = parts.split(), grads.split()
     for now, one in reversed(list(zip(cuts, read))):
         part, some = parts.each(lambda a: merged(a[now])), grads.each(lambda a: a[now])
         each, more = muon_stretch_backward(rule, pos, tall, part, some, M0, [] if now.start else anchor, one, learned[now], merged(dy[now]))
-        dM0 = [m + d for m, d in zip(dM0, more)]
+        dM0 = [d if m is None else m.add_(d) for m, d in zip(dM0, more)]
         for j in reversed(range(now.start, now.stop)):
             how = rule, pos, tall, ones[j], before[j], *learned[j][1:], *each[j - now.start]
             named, dW, dS, dO, dat = muon_learn_backward(*how, dW, dS or zeros, dO)
             put(onegrads[j], **named)
-            dM0 = [m + d for m, d in zip(dM0, dat)]
+            dM0 = [m.add_(d) for m, d in zip(dM0, dat)]
             if not anchor:
                 dW = [w.add_(d) for w, d in zip(dW, dat)]
     return dM0, dW if W else [], dS if S else [], dO, dat if anchor else []
