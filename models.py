@@ -458,7 +458,7 @@ class Wiring(nn.Module):
                 state = state._replace(attention=None, frozen=())
             outs.append(o)
             t += n
-        return torch.cat(outs, 1), state
+        return torch.cat(outs, 1) if outs else x, state
 
     def segment(self, x, state):
         """A segment, or a part of one: token i sees p, and the h_j and x_j of its segment with j <= i, no later one (choice 18)."""

@@ -313,7 +313,7 @@ def omega(rule, phi, q, k, v, gates, state):
         z = z.unflatten(1, (len(q), -1)).movedim(0, 2).flatten(2, 3)                              # (B, H, T, D)
         ys.append(memory.output(rule.memory, z, q[:, :, now], rule.norm))
         t = now.stop
-    return torch.cat(ys, 2), state
+    return torch.cat(ys, 2) if ys else torch.zeros_like(v), state
 
 
 def by_chunk(a):

@@ -800,10 +800,10 @@ def places(more):
 @every_model
 @torch.no_grad()
 def test_any_split_is_the_whole(preset, more):
-    """State carried over every split point, and token by token: a cache that forgets, repeats or shifts anything."""
+    """State carried over every split point, over none, and token by token: a cache that forgets, repeats or shifts anything."""
     model, x = shaken(small(preset, **more)), torch.randint(11, (2, 10))
     whole, end = model(x)
-    for cuts in [(t,) for t in places(more) if t < 10] + [range(1, 10)]:
+    for cuts in [(t,) for t in places(more) if t < 10] + [range(1, 10), (0, 4, 4)]:
         state, out = None, []
         for a, b in zip((0, *cuts), (*cuts, 10)):
             logits, state = model(x[:, a:b], state)
@@ -3293,6 +3293,7 @@ MUTANTS = [
      "test_nothing_waits_for_the_host[omeganet-more2]"),
     ("a number read back", "omega.py", "        da = g.new_zeros(B,", "        da = 0 * g.sum().item() + g.new_zeros(B,",
      "test_nothing_waits_for_the_host[atlas++-more4]"),
+    ("no tokens, no answer", "omega.py", " if ys else torch.zeros_like(v)", "", "test_any_split_is_the_whole[atlas]"),
     ("no reader, no run", "train.py", "        nobody_reads()\n", "        raise\n", "test_a_run_outlives_its_reader"),
     ("as many streams as asked for", "train.py", "    n = min(n, len(ids) - 1)\n", "", "test_more_streams_than_tokens"),
     ("a thread of its own compiles eight shapes", "chunks.py", "        if Chunks.compiled:", "        if False:", "test_every_shape_is_compiled_in_any_thread"),
