@@ -619,9 +619,11 @@ def parse(argv):
 
 
 def run(args):
-    file = Path(args.json or "-").absolute()
-    if file.is_dir() or not file.parent.is_dir():             # now, not after all the work
-        raise UserError(f"--json {args.json}: " + ("it is a folder; name a file in it" if file.is_dir() else "there is no such folder; make it first"))
+    file = args.json and Path(args.json).absolute()
+    if file and file.is_dir():                                # now, not after all the work
+        raise UserError(f"--json {args.json}: it is a folder; name a file in it")
+    if file and not file.parent.is_dir():
+        raise UserError(f"--json {args.json}: there is no such folder; make it first")
     device = train.pick_device(args.device)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -638,7 +640,7 @@ def run(args):
         bench.seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
         part(bench)
         result = json.dumps(dict(bench="atlas", argv=sys.argv[1:], machine=about, records=bench.records))
-        if args.json:                                         # after each part, for the next may be cut short
+        if file:                                              # after each part, for the next may be cut short
             file.write_text(result + "\n")
     if args.plot:
         plot(bench.records, Path(__file__).parent / "results")

@@ -118,6 +118,7 @@ class Chunks(torch.autograd.Function):
     their first arguments; then come the fields of Part and groups of matrices (M0, W, ..), of `sizes`. Returns what the last matrix reads
     (chunks, N, c, D), then the groups at the end.
     """
+    compiled = False                                          # by omega.compile_chunks
 
     @staticmethod
     def forward(ctx, forward, backward, how, sizes, *tensors):
@@ -128,8 +129,6 @@ class Chunks(torch.autograd.Function):
         ctx.save_for_backward(*tensors, *(a for one in kept for a in one))
         ctx.set_materialize_grads(False)
         return y, *after
-
-    compiled = False                                          # by omega.compile_chunks
 
     @staticmethod
     @once_differentiable

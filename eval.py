@@ -1,7 +1,8 @@
 """eval.py - what a model can recall: of a text, of a stream without end, of pairs that it saw once.
 
     python eval.py --ckpt out                       loss of the validation split: whole, streamed, and by position
-    python eval.py --ckpt out --stream 1000000      the same, and a million tokens: memory flat, no NaN, or exit code 1
+    python eval.py --ckpt out --stream 1000000      the same, and a million tokens: no NaN, and memory flat where the
+                                                    state does not hold every token, or exit code 1
     python eval.py --task mqar --model atlas        train a small model to recall: its accuracy for 4, 8, 16 pairs
     python eval.py --task mqar --model titans --window 4 --muon     any preset, any field of models.Config
 
@@ -233,8 +234,7 @@ def parse(argv=None):
             parser.error(f"{train.flag(name)} must be at least {low} and below 2^31")
     if args.task == "text" and args.config:
         parser.error(f"{train.flag(next(iter(args.config)))} is for --task mqar; a checkpoint brings its own network")
-    other = MQAR if args.task == "text" else TEXT
-    for name in other:
+    for name in MQAR if args.task == "text" else TEXT:
         if getattr(args, name) != parser.get_default(name):
             parser.error(f"{train.flag(name)} is not for --task {args.task}")
     return args

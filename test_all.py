@@ -2718,7 +2718,7 @@ def test_rule_flops_is_what_omega_does(kind, loss, chunk, muon_every, momentum):
 
 def test_step_flops_of_a_transformer():
     """Catches attention that is not counted (fused kernels are not, on a CPU): 6 N T + 12 L T^2 width, as everybody has it."""
-    config, T = models.Config(**{**models.PRESETS["transformer"], "n_layer": 2, "n_embd": 32, "n_head": 2}), 48
+    config, T = models.Config(**{**models.PRESETS["transformer"], "n_layer": 3, "n_embd": 32, "n_head": 2}), 48
     weights = sum(m.weight.numel() for m in models.LM(config).modules() if isinstance(m, torch.nn.Linear))
     assert bench.step_flops(config, T, CPU) == 6 * weights * T + 12 * config.n_layer * T * T * config.n_embd
 
@@ -3296,11 +3296,15 @@ MUTANTS = [
     ("no tokens, no answer", "omega.py", " if ys else torch.zeros_like(v)", "", "test_any_split_is_the_whole[atlas]"),
     ("no reader, no run", "train.py", "        nobody_reads()\n", "        raise\n", "test_a_run_outlives_its_reader"),
     ("as many streams as asked for", "train.py", "    n = min(n, len(ids) - 1)\n", "", "test_more_streams_than_tokens"),
-    ("a thread of its own compiles eight shapes", "chunks.py", "        if Chunks.compiled:", "        if False:", "test_every_shape_is_compiled_in_any_thread"),
+    ("a thread of its own compiles eight shapes", "chunks.py", "        if Chunks.compiled:", "        if False:",
+     "test_every_shape_is_compiled_in_any_thread"),
     ("detach cuts off M0", "models.py", "    if isinstance(state, nn.Parameter):\n        return state\n", "", "test_detach[atlas]"),
-    ("double backward through unit vectors", "models.py", "    @once_differentiable\n    def backward(ctx, g):", "    def backward(ctx, g):", "test_second_derivatives_are_refused"),
-    ("exp features with Newton-Schulz", "omega.py", 'if phi.kind == "exp" and rule.muon_every:', "if False:", "test_exp_has_no_reference_and_no_newton_schulz"),
-    ("a cache that grows has failed", "eval.py", 'c.mixer == "attention" and not c.attn_window', "False", "test_stream_tells_growth_and_nan"),
+    ("double backward through unit vectors", "models.py", "    @once_differentiable\n    def backward(ctx, g):", "    def backward(ctx, g):",
+     "test_second_derivatives_are_refused"),
+    ("exp features with Newton-Schulz", "omega.py", 'if phi.kind == "exp" and rule.muon_every:', "if False:",
+     "test_exp_has_no_reference_and_no_newton_schulz"),
+    ("a cache that grows has failed", "eval.py", 'c.mixer == "attention" and not c.attn_window', "False",
+     "test_stream_tells_growth_and_nan"),
     ("--remat ignored", "train.py", "    model.remat = tc.remat\n", "", "test_remat_is_the_same_run"),
     ("remat forgets the dropout", "models.py", "use_reentrant=False)", "use_reentrant=False, preserve_rng_state=False)",
      "test_remat_is_bit_equal_in_less_memory[transformer]"),

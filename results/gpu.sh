@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, from the project's root: bash results/gpu.sh [-o folder for the logs] [part ...]
-# Parts: tests exact 256 long 64 bench every; each takes some minutes and leaves one log. All of them by default, in this order.
+# Parts: tests exact 256 long 64 bench every, all of them by default, in this order; and 128. Each takes some minutes and leaves one log.
 # DEVICE=cpu SIZE=tiny STEPS=2 LONG=512 bash results/gpu.sh -o /tmp/logs exact 64 long every     tries the script where there is no GPU
 set -uo pipefail
 out=results
