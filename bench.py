@@ -449,7 +449,7 @@ def reach(bench, model, positions, seconds):
 def decode_run(model, state, n):
     one = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
 
-    @torch.no_grad()
+    @torch.inference_mode()                     # as models.LM.generate
     def run():
         after = state                           # never written in place: every round starts from the same one
         for _ in range(n):
@@ -457,7 +457,7 @@ def decode_run(model, state, n):
     return run
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def part_decode(bench):
     """One block is enough: blocks are alike, their times and bytes add up."""
     positions = bench.pick([64, 256], *[[1024 * 10**i for i in range(4)]] * 2)        # ends of chunks, all of them

@@ -14,6 +14,7 @@ what leads from W and S after a chunk to those before it.
 N is B H (sequences and heads do not take turns), c the tokens of a chunk, n the pairs they learn from, and C s matrices that are read,
 one below the other, (N, s, k, wide) or (N, s k, wide): W and S, which are carried from chunk to chunk, or W_j and O_j of a block; then M0.
 """
+from contextlib import nullcontext
 from itertools import islice
 from typing import NamedTuple
 
@@ -124,7 +125,8 @@ class Chunks(torch.autograd.Function):
     def forward(ctx, forward, backward, how, sizes, *tensors):
         kept = []
         parts, *groups = grouped(tensors, sizes)
-        y, after = forward(*how, Part(*parts), *groups[:-1], kept)
+        with below_autograd():
+            y, after = forward(*how, Part(*parts), *groups[:-1], kept)
         ctx.gradient, ctx.how, ctx.sizes, ctx.lengths = backward, how, sizes, [len(one) for one in kept]
         ctx.save_for_backward(*tensors, *(a for one in kept for a in one))
         ctx.set_materialize_grads(False)
@@ -140,9 +142,14 @@ class Chunks(torch.autograd.Function):
         if dy is None:                                        # what was read is not used
             dy = parts.v.new_zeros(*parts.xq.shape[:3], parts.v.shape[-1])
         grads = parts.each(empty_like)
-        with torch.autocast(dy.device.type, enabled=False):   # as in forward (models.py)
+        with torch.autocast(dy.device.type, enabled=False), below_autograd():                    # as in forward (models.py)
             dgroups = ctx.gradient(*ctx.how, parts, *groups, kept, grads, dy, dafter)
         return None, None, None, None, *grads, *(a for group in dgroups for a in group)
+
+
+def below_autograd():
+    """Within, autograd is not asked what it thinks of each view: a third of what a view costs. Not public, so torch may drop the name."""
+    return getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", nullcontext)()
 
 
 def unlimited():
@@ -159,7 +166,8 @@ def grouped(items, sizes):
 def run(forward, backward, how, parts, *groups):
     """forward(*how, parts, *groups), with a gradient if there may be one -> what is read, the matrices at the end."""
     if not torch.is_grad_enabled():
-        return forward(*how, parts, *groups)
+        with below_autograd():
+            return forward(*how, parts, *groups)
     sizes = [len(group) for group in (parts, *groups)]
     y, *after = Chunks.apply(forward, backward, how, sizes, *parts, *(a for group in groups for a in group))
     return y, after

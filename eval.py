@@ -103,7 +103,7 @@ def pieces(ids, n, length=1024):
         yield ids[at][None], ids[at + 1][None]
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def stream(model, ids, n):
     """n tokens through one state -> 0, or 1 if a number is not finite or memory grows, in a model whose state has a size of its own."""
     device, state, seen, total, marks, base = next(model.parameters()).device, None, 0, 0.0, 0, None

@@ -24,6 +24,8 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in 
 
     B batch   H heads   T tokens   D head dim   E = dim of phi(k)   F hidden width of the memory   C chunk
 """
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -264,5 +266,5 @@ def fold(kind, d):
 def gelu(z):
     """gelu(z) = z Phi(z); its slope Phi + z pdf; its curvature (2 - z^2) pdf."""
     square = z * z
-    pdf = (square * -0.5).exp_().mul_((2 * torch.pi) ** -0.5)
+    pdf = (square * (-0.5 / math.log(2))).exp2_().mul_((2 * torch.pi) ** -0.5)                   # exp takes four times as long
     return F.gelu(z), torch.ops.aten.gelu_backward(torch.ones_like(z), z), square.neg_().add_(2).mul_(pdf)

