@@ -38,6 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memory
 import models
+import muon
 import omega
 import train
 from data import UserError
@@ -278,12 +279,13 @@ def sweep(bench, batch, width, knob, T, differences, values, seconds):
 
 # ---- rule
 
-def ns_flops(m, n, steps):
+def ns_flops(m, n, steps, on_gram):
     """Of Newton-Schulz on an m x n matrix, as muon.py does it."""
     m, n = min(m, n), max(m, n)
-    if n < 2 * m or steps < 3:
+    if n < 2 * m or not on_gram:
         return steps * (4 * m * m * n + 2 * m**3)
-    return 4 * m * m * n + steps * 2 * m**3 + (steps - 1) * 6 * m**3              # on the Gram matrix
+    runs = len(muon.runs(steps))                # on Gram matrices
+    return runs * 4 * m * m * n + steps * 2 * m**3 + (steps - runs) * 6 * m**3
 
 
 def rule_flops(rule, D, E, hidden, T, momentum=True):
@@ -298,7 +300,7 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     if rule.muon_every:
         blocks = -(-C // rule.muon_every)
         flops += 2 * (blocks + 1) * n * weights                                  # S of each block and the last
-        flops += blocks * sum(ns_flops(a, b, rule.ns_steps) for a, b in sizes)
+        flops += blocks * sum(ns_flops(a, b, rule.ns_steps, rule.ns_gram) for a, b in sizes)
         flops += 2 * blocks * (blocks - 1) * weights + 4 * C * weights           # W of each block; reads of W and NS(S)
     else:
         flops += 2 * C * n * D + deep * 2 * C * n * hidden                       # R X^T of the first and the last layer
@@ -337,7 +339,8 @@ def product(bench, dtype):
 def part_rule(bench):
     batch, heads, T = bench.pick((1, 2, 128), (1, 4, 2048), (4, 16, 4096))
     cases = bench.pick([(64, 0), (64, 64)], *[[(16, 0), (64, 0), (128, 0), (256, 0), (64, 64), (64, 16)]] * 2)
-    rules = {f"chunk {c}, muon_every {m}" if m else f"chunk {c}": omega.Rule(window=8, chunk=c, muon_every=m)
+    gram = muon.exact_products(bench.device)
+    rules = {f"chunk {c}, muon_every {m}" if m else f"chunk {c}": omega.Rule(window=8, chunk=c, muon_every=m, ns_gram=gram)
              for c, m in cases}
     mm, mm_flops = product(bench, torch.float32)
     if bench.compile:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import memory
-from muon import orthogonalize, orthogonalize_backward
+from muon import exact_products, orthogonalize, orthogonalize_backward
 
 
 def scaled(a, coef):
@@ -597,7 +597,7 @@ def muon_learn(rule, pos, whole, tall, part, M0, W, S, O, anchor):
         rows.append(s if momprod is None else s.addcmul_(momprod, S[i][:, None]))                # Eq 33
     new, ns = [s[:, :-1] for s in rows], []                   # NS is refreshed at all rows but the last, the chunk's end
     if r > 1:
-        new, ns = orthogonalize(new, *rule.newton_schulz)     # Eq 40
+        new, ns = orthogonalize(new, *rule.newton_schulz, rule.ns_gram)     # Eq 40
     if pos:                                                   # a block in progress goes on with the O it has
         new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
     if not W and new[0].shape[1] > 1:
@@ -627,7 +627,7 @@ def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, sav
     if pos:
         dO, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     if r > 1:
-        new = orthogonalize_backward([s[:, :-1] for s in rows], ns, new, *rule.newton_schulz)
+        new = orthogonalize_backward([s[:, :-1] for s in rows], ns, new, *rule.newton_schulz, rule.ns_gram)
     drows, dmomprod = [torch.cat([d, last[:, None]], 1) for d, last in zip(new, dS)], None
     dS = []
     if S:
@@ -776,6 +776,7 @@ def muon_run(rule, state, tokens, mix, B):
     """Chunks with Newton-Schulz; arguments and returns of linear_run."""
     count, c, pos = len(tokens.v), tokens.xq.shape[2], state.pos
     tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
+    rule = rule._replace(ns_gram=rule.ns_gram and exact_products(tokens.v.device))
     how = rule, pos % rule.muon_every, (pos + c) % rule.chunk == 0, tall
     M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
     if state.zero:

@@ -8,10 +8,13 @@ classical cubic does converge to the nearest semi-orthogonal matrix, slowly (the
 `newton_schulz_ref` is this text. `newton_schulz` is the same function with its gradient written out, for several matrices in one
 call, and where that pays (`plan`) on the small Gram matrix G = X X^T: a step multiplies X by Q = a I + b G + c G^2, so
 
-    R <- Q R,   G <- Q G Q,   and once, at the end,   NS(S) = R S / |S|_F
+    R <- Q R,   G <- Q G Q,   and at the end   X <- R X
 
-All of R, Q, G are polynomials of the first G: symmetric, and they commute.
+All of R, Q, G are polynomials of the first G: symmetric, and they commute. But G squares the condition of X, and a step multiplies by a^2
+what rounding has left of its smallest eigenvalues; after AT_MOST steps G is taken from X again. (Five on one G cost the gradient of a
+model in float32 1 - 2 % of its norm, where X X^T in each step costs 0.00005.)
 """
+from functools import lru_cache
 from itertools import islice
 
 import torch
@@ -21,6 +24,7 @@ COEFFICIENTS = {
     "muon": (3.4445, -4.7750, 2.0315),                        # steep at 0: small singular values grow 3.4x a step
     "cubic": (1.5, -0.5, 0.0),                                # converges to U V^T
 }
+AT_MOST = 3                                                   # steps on one Gram matrix
 
 
 def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False, dtype=None):
@@ -52,8 +56,22 @@ def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype
     with `straight_through` past the iteration as if NS(S) were S / |S|_F. `dtype`: that of the iteration, if not that of S. Raises
     ValueError for unknown coefficients, and for less than one step. (chunks.py calls `orthogonalize` and its gradient by itself.)
     """
-    out = NewtonSchulz.apply((steps, coefficients, straight_through, dtype), *(S if isinstance(S, tuple) else (S,)))
+    stacks = S if isinstance(S, tuple) else (S,)
+    out = NewtonSchulz.apply((steps, coefficients, straight_through, dtype, exact_products(stacks[0].device)), *stacks)
     return out if isinstance(S, tuple) else out[0]
+
+
+def exact_products(device):
+    """Are float32 products exact, or bfloat16 or TF32 inside (torch.set_float32_matmul_precision)? Then G's rounding would explode."""
+    precision = torch.get_float32_matmul_precision()
+    return precision == "highest" or device.type == "cpu" and exact_on_this_cpu(precision)
+
+
+@lru_cache
+def exact_on_this_cpu(precision):
+    """Only some CPUs have other products than float32's."""
+    a = torch.full((64, 64), 1 + 2**-12)                      # 1 to TF32 and bfloat16
+    return torch.mm(a, a)[0, 0].item() > 64.01
 
 
 class NewtonSchulz(torch.autograd.Function):
@@ -73,14 +91,14 @@ class NewtonSchulz(torch.autograd.Function):
         return None, *orthogonalize_backward(stacks, saved, dX, *ctx.how)
 
 
-def orthogonalize(stacks, steps, coefficients, straight_through, dtype):
-    """NS of each of the stacks, and, flat, what the gradient takes."""
+def orthogonalize(stacks, steps, coefficients, straight_through, dtype, gram):
+    """NS of each of the stacks, and, flat, what the gradient takes. `gram`: may it be on Gram matrices?"""
     if coefficients not in COEFFICIENTS:
         raise ValueError(f"unknown coefficients {coefficients!r}; choose one of {', '.join(COEFFICIENTS)}")
     if steps < 1:
         raise ValueError(f"Newton-Schulz takes at least one step, not {steps}")
     out, saved = [None] * len(stacks), []
-    for same, on_gram in plan(stacks, steps, straight_through, dtype):
+    for same, on_gram in plan(stacks, straight_through, dtype, gram):
         some = [flat(stacks[i]) for i in same]
         if on_gram:
             X, kept = iterate_on_gram(some, steps, *COEFFICIENTS[coefficients])
@@ -92,13 +110,14 @@ def orthogonalize(stacks, steps, coefficients, straight_through, dtype):
     return out, saved
 
 
-def orthogonalize_backward(stacks, saved, dX, steps, coefficients, straight_through, dtype):
+def orthogonalize_backward(stacks, saved, dX, steps, coefficients, straight_through, dtype, gram):
     """The gradient of each of the stacks, written out."""
     out, saved = [None] * len(stacks), iter(saved)
-    for same, on_gram in plan(stacks, steps, straight_through, dtype):
+    for same, on_gram in plan(stacks, straight_through, dtype, gram):
         some, more = [flat(stacks[i]) for i in same], [flat(dX[i]) for i in same]
         if on_gram:
-            dS = iterate_on_gram_backward(some, list(islice(saved, 2 + 2 * steps)), more, *COEFFICIENTS[coefficients])
+            kept = list(islice(saved, 1 + sum(1 + 2 * n for n in runs(steps))))
+            dS = iterate_on_gram_backward(some, kept, more, steps, *COEFFICIENTS[coefficients])
         else:
             kept = list(islice(saved, 1 if straight_through else 1 + 3 * steps))
             dS = iterate_backward(*some, kept, *more, *COEFFICIENTS[coefficients], straight_through)
@@ -107,14 +126,14 @@ def orthogonalize_backward(stacks, saved, dX, steps, coefficients, straight_thro
     return out
 
 
-def plan(stacks, steps, straight_through, dtype):
+def plan(stacks, straight_through, dtype, gram):
     """Which stacks go together, and whether on their Gram matrices."""
     inside = dtype or stacks[0].dtype
-    plain = straight_through or steps > 5 or inside in (torch.float16, torch.bfloat16) or inside != stacks[0].dtype
+    plain = not gram or straight_through or inside in (torch.float16, torch.bfloat16) or inside != stacks[0].dtype
     sides = [min(S.shape[-2:]) for S in stacks]
     for side in sorted(set(sides)):
         same = [i for i, s in enumerate(sides) if s == side]
-        if plain or all(max(stacks[i].shape[-2:]) < 2 * side for i in same):     # G squares the condition: only where it pays
+        if plain or all(max(stacks[i].shape[-2:]) < 2 * side for i in same):     # there it would not pay
             yield from (([i], False) for i in same)
         else:
             yield same, True
@@ -161,7 +180,7 @@ def iterate_backward(S, saved, dX, a, b, c, straight_through):
     return [scale * (dX - start * (start * dX).sum((-2, -1), keepdim=True))]     # through the norm
 
 
-def gram(S, X):
+def product(S, X):
     """S X^T on the short side of S."""
     return torch.bmm(S.mT, X) if S.shape[-2] > S.shape[-1] else torch.bmm(S, X.mT)
 
@@ -172,37 +191,70 @@ def times(R, S, plus=None):
     return torch.bmm(a, b) if plus is None else plus.baddbmm_(a, b)
 
 
+def all_times(R, stacks):
+    return [times(r, S) for r, S in zip(R.split([len(S) for S in stacks]), stacks)]
+
+
+def runs(steps):
+    """How many steps there are on each Gram matrix."""
+    return [min(AT_MOST, steps - first) for first in range(0, steps, AT_MOST)]
+
+
 def iterate_on_gram(stacks, steps, a, b, c):
-    """NS of stacks of matrices with the same short side s, (N, m, n) each, on G (all N, s, s): the formulas of the module docstring."""
-    G = torch.cat([gram(S, S) for S in stacks])
-    square = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]                 # |S|^2
-    tiny = torch.finfo(G.dtype).tiny * 1e3
-    scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)        # 1 / |S|
-    G, R, Gs, Qs = G * scale.square(), None, [], []
-    for i in range(steps):
-        Q = factor(G, a, b, c)
-        Gs.append(G)
-        Qs.append(Q)
-        R = Q if R is None else torch.bmm(Q, R)
-        if i < steps - 1:
-            G = torch.bmm(torch.bmm(Q, G), Q)
-    P = R * scale
-    return [times(p, S) for p, S in zip(P.split([len(S) for S in stacks]), stacks)], [scale, P, *Gs, *Qs]
+    """NS of stacks of matrices with the same short side s, (N, m, n) each, on G (all N, s, s): the formulas of the module docstring.
 
-
-def iterate_on_gram_backward(stacks, saved, dXs, a, b, c):
-    """With P = R / |S|: X = P S, so dS = P dX + (dG + dG^T) S, where G = S S^T gets its gradient through P.
-
-    All is symmetric, so gradients may be made so. dP, dR, dQ and dG are twice what they are called: dG + dG^T = 2 dG.
+    The first R is divided by |S|, so the stacks need not be.
     """
-    (scale, P, *saved), n, sizes = saved, len(saved) // 2 - 1, [len(S) for S in stacks]
-    Gs, Qs = saved[:n], saved[n:]
-    Rs = [None, Qs[0]]                                        # before each step
+    X, saved = stacks, []
+    for run, n in enumerate(runs(steps)):
+        G, R, Gs, Qs = torch.cat([product(x, x) for x in X]), None, [], []
+        if not run:
+            square = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]         # |S|^2
+            tiny = torch.finfo(G.dtype).tiny * 1e3
+            scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)                # 1 / |S|
+            G = G * scale.square()
+        for i in range(n):
+            Q = factor(G, a, b, c)
+            Gs.append(G)
+            Qs.append(Q)
+            R = Q if R is None else torch.bmm(Q, R)
+            if i < n - 1:
+                G = torch.bmm(torch.bmm(Q, G), Q)
+        R = R if run else R * scale
+        X = all_times(R, X)
+        saved += [R, *Gs, *Qs]
+    return X, [scale, *saved]
+
+
+def iterate_on_gram_backward(stacks, saved, dX, steps, a, b, c):
+    """From the last run of steps to the first: with X = R X_before, dX_before = R dX + (dG + dG^T) X_before, where G = X_before X_before^T
+    gets its gradient through R.
+
+    All is symmetric, so gradients may be made so. dR, dQ and dG are twice what they are called: dG + dG^T = 2 dG.
+    """
+    scale, *saved = saved
+    saved, Xs, kept = iter(saved), [stacks], []
+    for n in runs(steps):
+        kept.append([next(saved), list(islice(saved, n)), list(islice(saved, n))])
+    for R, *_ in kept[:-1]:                                   # X before each run
+        Xs.append(all_times(R, Xs[-1]))
+    for run, (X, (R, Gs, Qs)) in reversed(list(enumerate(zip(Xs, kept)))):
+        dR = doubled(torch.cat([product(d, x) for d, x in zip(dX, X)]))
+        dG = gradient_of_G(Gs, Qs, dR if run else dR * scale, b, c)
+        if not run:                                           # G = G0 / |S|^2, R has 1 / |S|, and |S|^2 is the trace of G0
+            along = (dG * Gs[0]).sum((-2, -1), keepdim=True) + 0.5 * (dR * R).sum((-2, -1), keepdim=True)
+            dG.diagonal(dim1=-2, dim2=-1).sub_(along[..., 0])
+            dG = dG * scale.square()
+        dX = [times(r, d, times(g, x)) for d, x, r, g in zip(dX, X, *(m.split([len(x) for x in X]) for m in (R, dG)))]
+    return dX
+
+
+def gradient_of_G(Gs, Qs, dR, b, c):
+    """dG of the G that a run begins with, for that of the R it ends with."""
+    Rs, dG = [None, Qs[0]], None                              # before each step
     for Q in Qs[1:-1]:
         Rs.append(torch.bmm(Q, Rs[-1]))
-    dP = doubled(torch.cat([gram(dX, S) for dX, S in zip(dXs, stacks)]))
-    dR, dG = dP * scale, None
-    for i in reversed(range(n)):
+    for i in reversed(range(len(Gs))):
         G, Q = Gs[i], Qs[i]
         dQ = torch.bmm(dR, Rs[i]) if i else dR                                   # R = Q R_before
         if dG is not None:                                                       # G_after = Q G Q
@@ -211,11 +263,7 @@ def iterate_on_gram_backward(stacks, saved, dXs, a, b, c):
         dQ, dR = doubled(dQ), torch.bmm(Q, dR) if i else None                    # here 4 times dQ
         direct = torch.baddbmm(dQ, dQ, G, beta=b / 4, alpha=c / 2)               # Q = a I + b G + c G^2
         dG = doubled(direct if dG is None else torch.baddbmm(direct, Q, half, alpha=0.5))
-    # G = G0 / |S|^2, P = R / |S|, |S|^2 = trace of G0
-    along = (dG * Gs[0]).sum((-2, -1), keepdim=True) + 0.5 * (dP * P).sum((-2, -1), keepdim=True)
-    dG.diagonal(dim1=-2, dim2=-1).sub_(along[..., 0])
-    dG = dG * scale.square()
-    return [times(p, dX, times(g, S)) for dX, S, p, g in zip(dXs, stacks, P.split(sizes), dG.split(sizes))]
+    return dG
 
 
 def factor(G, a, b, c):
