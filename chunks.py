@@ -558,7 +558,8 @@ def go_on(shares, W, o):
         if W is None:
             return o[:, None, None], of_O * o
         return torch.stack([W, o], 1)[:, None], (of_O * o).addcmul_(of_W, W)
-    after = torch.bmm(shares, torch.cat([W[:, None], o], 1).flatten(2)).view(o.shape)
+    after = torch.bmm(shares[:, :, 1:], o.flatten(2)).view(o.shape)
+    after.addcmul_(shares[:, :, :1, None], W[:, None])        # not by the product: W stays float32 where products are TF32
     return torch.stack([torch.cat([W[:, None], after[:, :-1]], 1), o], 2), after[:, -1]
 
 
@@ -574,9 +575,8 @@ def go_on_backward(shares, held, dheld, dafter):
         return F.pad((dafter * held).sum((-2, -1)), (2 - s, 0))[:, None]
     dafter = torch.cat([dheld[:, 1:, 0], dafter], 1).flatten(2)                  # W after a block is the next one's before
     WO = torch.cat([held[:, :1, 0], held[:, :, 1]], 1)
-    dWO = torch.bmm(shares.mT, dafter).view(WO.shape)
-    dheld[:, 0, 0].add_(dWO[:, 0])
-    dheld[:, :, 1].add_(dWO[:, 1:])
+    dheld[:, 0, 0].add_((shares[:, :, :1] * dafter).sum(1).view_as(WO[:, 0]))
+    dheld[:, :, 1].add_(torch.bmm(shares[:, :, 1:].mT, dafter).view_as(WO[:, 1:]))
     return torch.bmm(dafter, WO.flatten(2).mT)
 
 

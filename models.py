@@ -146,7 +146,7 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(*shape))
 
     def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:]) * self.weight
+        return F.rms_norm(x, x.shape[-1:], eps=2**-23) * self.weight              # torch's own for float32, in every precision
 
 
 def at_least_float32(x):
@@ -314,9 +314,9 @@ class AttentionState(NamedTuple):
 
 def rope(x, pos):
     """Rotary positions (Su et al. 2021): pairs of coordinates of x (B, H, T, D) turn by an angle that grows with the position."""
-    half = x.shape[-1] // 2
-    freq = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = torch.arange(pos, pos + x.shape[2], device=x.device, dtype=torch.float32)[:, None] * freq
+    half, exact = x.shape[-1] // 2, torch.float32 if x.device.type == "mps" else torch.float64   # a stream's angles outgrow float32
+    freq = 10000.0 ** (-torch.arange(half, device=x.device, dtype=exact) / half)
+    angle = torch.arange(pos, pos + x.shape[2], device=x.device, dtype=exact)[:, None] * freq
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)

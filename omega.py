@@ -48,10 +48,10 @@ class Rule(NamedTuple):
     ns_coefficients: str = "muon"
     straight_through: bool = False
     ns_dtype: torch.dtype | None = None                       # of Newton-Schulz inside; None: as the fast weights
-    ns_gram: bool = True                                      # Newton-Schulz on Gram matrices, where that pays and products are exact
     forget: str = "zero"                                      # what keep < 1 leads back to: zero as printed, or M0 ("start")  (choice 21)
     norm: bool = False                                        # divide what mlp and gated answer by its RMS  (choice 11)
     ball: float = 0.0                                         # largest norm of a matrix of W at a chunk boundary; 0: none  (choice 22)
+    ns_gram: bool = True                                      # Newton-Schulz on Gram matrices, where that pays and products are exact
 
     @property
     def newton_schulz(self):

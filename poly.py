@@ -44,7 +44,8 @@ class Monomials(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, scale, degrees, root, p):
-        weight, levels, n = (scale[degrees] * root)[:, None], [x], x.shape[-2]       # levels: the products of 1, 2, .. factors
+        root = root[:, None]
+        weight, levels, n = scale[degrees][:, None] * root, [x], x.shape[-2]         # levels: the products of 1, 2, .. factors
         out = x * weight if p == 1 else None
         for factors in range(2, p + 1):
             out = x.new_empty(*x.shape[:-2], math.comb(n + factors - 1, factors), x.shape[-1])
@@ -53,31 +54,37 @@ class Monomials(torch.autograd.Function):
                 if factors == p:                              # while it is in the cache
                     out[..., rows, :].mul_(weight[rows])
             levels.append(out)
-        ctx.save_for_backward(out, scale, degrees, weight, *levels[:max(1, p - 1)])
+        ctx.save_for_backward(scale, degrees, root, weight, *levels[:max(1, p - 1)])
         ctx.p = p
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
-        (out, scale, degrees, weight, *levels), p = ctx.saved_tensors, ctx.p
-        x, whole = levels[0], g
-        n, dx = x.shape[-2], torch.zeros_like(x) if p > 1 else g * weight
+        (scale, degrees, root, weight, *levels), p = ctx.saved_tensors, ctx.p
+        x, n = levels[0], levels[0].shape[-2]
+        # the scale of a sum over a degree's features stands outside of it: no difference, and no division by a scale that may be 0
+        few = math.comb(n + p - 2, p - 1) if p > 1 else n     # the first: products of a 1 and p - 1 factors, whose degrees vary
+        sums = (g[..., :few, :] * levels[-1] * root[:few]).transpose(0, -2).flatten(1).sum(-1)
+        dscale = torch.zeros_like(scale).index_add(0, degrees[:few], sums)
+        if p == 1:
+            return g * weight, dscale, None, None, None
+        dx = torch.zeros_like(x)
         for factors in range(p, 1, -1):
             level = levels[factors - 2]
             d_level = torch.zeros_like(level)
             for i, tail, rows in blocks(n, factors):
-                part = g[..., rows, :] * weight[rows] if factors == p else g[..., rows, :]
-                d_level[..., tail, :].addcmul_(x[..., i: i + 1, :], part)
-                dx[..., i, :] += (level[..., tail, :] * part).sum(-2)
+                a, part = x[..., i: i + 1, :], g[..., rows, :]
+                if factors == p:
+                    part = part * (root if i else weight)[rows]
+                sums = (level[..., tail, :] * part).sum(-2, keepdim=True)
+                if factors == p and i:                        # all of degree p
+                    dscale[p] += (a * sums).sum()
+                    a, sums = a * scale[p], sums * scale[p]
+                d_level[..., tail, :].addcmul_(a, part)
+                dx[..., i: i + 1, :] += sums
             g = d_level
-        dx = dx + g if p > 1 else dx
-        # Of g . phi_d, the part of degree d, all but the last are few rows; for the last, phi_d is homogeneous: sum_d d g . phi_d = x . dx
-        few = math.comb(n + p - 2, p - 1)
-        parts = (whole[..., :few, :] * out[..., :few, :]).transpose(0, -2).flatten(1).sum(-1)
-        parts = torch.zeros_like(scale).index_add(0, degrees[:few], parts)
-        parts[p] = ((x[..., 1:, :] * dx[..., 1:, :]).sum() - (parts * torch.arange(p + 1, device=x.device)).sum()) / p
-        return dx, parts / torch.where(scale == 0, 1, scale), None, None, None
+        return dx + g, dscale, None, None, None
 
 
 def blocks(n, factors):
