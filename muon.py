@@ -12,7 +12,7 @@ call, and where that pays (`plan`) on the small Gram matrix G = X X^T: a step mu
 
 All of R, Q, G are polynomials of the first G: symmetric, and they commute. But G squares the condition of X, and a step multiplies by a^2
 what rounding has left of its smallest eigenvalues; after AT_MOST steps G is taken from X again. (Five on one G cost the gradient of a
-model in float32 1 - 2 % of its norm, where X X^T in each step costs 0.00005.)
+model's parameters in float32 1 - 2 % of their norms, where X X^T in each step costs 0.005 %.)
 """
 from functools import lru_cache
 from itertools import islice
@@ -62,14 +62,14 @@ def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype
 
 
 def exact_products(device):
-    """Are float32 products exact, or bfloat16 or TF32 inside (torch.set_float32_matmul_precision)? Then G's rounding would explode."""
+    """Do products of float32 keep float32? With TF32 or bfloat16 inside (torch.set_float32_matmul_precision) G's rounding would explode."""
     precision = torch.get_float32_matmul_precision()
     return precision == "highest" or device.type == "cpu" and exact_on_this_cpu(precision)
 
 
 @lru_cache
 def exact_on_this_cpu(precision):
-    """Only some CPUs have other products than float32's."""
+    """Only some CPUs have other products than float32's: this tries one, once for each `precision` that is set."""
     a = torch.full((64, 64), 1 + 2**-12)                      # 1 to TF32 and bfloat16
     return torch.mm(a, a)[0, 0].item() > 64.01
 
@@ -192,6 +192,7 @@ def times(R, S, plus=None):
 
 
 def all_times(R, stacks):
+    """R S for each S of the stacks, whose R (all N, s, s) lie one behind the other."""
     return [times(r, S) for r, S in zip(R.split([len(S) for S in stacks]), stacks)]
 
 
@@ -236,7 +237,7 @@ def iterate_on_gram_backward(stacks, saved, dX, steps, a, b, c):
     saved, Xs, kept = iter(saved), [stacks], []
     for n in runs(steps):
         kept.append([next(saved), list(islice(saved, n)), list(islice(saved, n))])
-    for R, *_ in kept[:-1]:                                   # X before each run
+    for R, *_ in kept[:-1]:                                   # X before each run: a product each, for less memory
         Xs.append(all_times(R, Xs[-1]))
     for run, (X, (R, Gs, Qs)) in reversed(list(enumerate(zip(Xs, kept)))):
         dR = doubled(torch.cat([product(d, x) for d, x in zip(dX, X)]))
