@@ -632,15 +632,16 @@ def run(args):
     torch.manual_seed(0)
     compile = device.type == "cuda" if args.compile is None else args.compile
     dtype = torch.float32 if args.dtype == "auto" and device.type == "cpu" else train.pick_dtype(args.dtype, device)
-    matmul = train.pick_matmul(args.matmul, device, dtype)
-    torch.set_float32_matmul_precision(matmul)
+    matmul = train.set_matmul(args.matmul, device, dtype)
     names = args.model or list(models.PRESETS)
     bench = Bench(device, dtype, compile, args.quick, names)
-    about = dict(machine(device), dtype=str(dtype)[6:], matmul=matmul, compiled=compile, clock=clock_name(device))
+    alone = "highest" if args.matmul == "auto" else matmul     # single tokens, which sample.py computes like this
+    about = dict(machine(device), dtype=str(dtype)[6:], matmul=matmul, decode=alone, compiled=compile, clock=clock_name(device))
     print("  ".join(f"{name} {value}" for name, value in about.items()))
     parts = {name: PARTS[name] for name in args.part or PARTS}
-    for part, share in parts.values():
+    for name, (part, share) in parts.items():
         bench.seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
+        torch.set_float32_matmul_precision(alone if name == "decode" else matmul)
         part(bench)
         result = json.dumps(dict(bench="atlas", argv=sys.argv[1:], machine=about, records=bench.records))
         if file:                                              # after each part, for the next may be cut short

@@ -246,6 +246,7 @@ def main(argv=None):
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
+        train.set_matmul("auto", train.pick_device(args.device), torch.float32)
         return (text_task if args.task == "text" else mqar_task)(args)
     except UserError as fault:
         print(f"error: {fault}", file=sys.stderr)

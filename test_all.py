@@ -58,6 +58,7 @@ from poly import Features, features_dim
 def same_numbers_every_time():
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")             # train.py has set what is best here, if a test before this one called it
 
 
 def rand(*shape):
@@ -1348,26 +1349,20 @@ def plain_again(monkeypatch):
 
 @pytest.mark.parametrize("preset", ["omeganet", "atlas"])
 def test_chunk_steps_compile_whole(preset, monkeypatch):
-    """One graph for a chunk's step, forward and backward, and the same numbers: a graph break costs a GPU more than it saves."""
+    """One graph for a chunk's step, forward and backward, and the same numbers: a graph break costs a GPU more than it saves.
+
+    Limits of torch._dynamo belong to a thread, and on CUDA gradients have one of their own: there the ninth shape would be eager.
+    """
     plain_again(monkeypatch)
-    model, x = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 8))
-    plain = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()), allow_unused=True)
+    model, x, limits, empty = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 8)), [], chunks.empty_like
+    gradient = lambda loss: torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    plain = gradient(model(x)[0].square().mean())
+    monkeypatch.setattr(chunks, "empty_like", lambda a: limits.append(torch._dynamo.config.recompile_limit) or empty(a))     # in backward
     omega_module.compile_chunks(backend="aot_eager", fullgraph=True)
-    compiled = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()), allow_unused=True)
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(gradient, model(x)[0].square().mean()).result()
     for a, b in zip(compiled, plain, strict=True):
         close(a, b)
-
-
-def test_every_shape_is_compiled_in_any_thread(monkeypatch):
-    """Limits of torch._dynamo belong to a thread, and on CUDA gradients have one of their own: there the ninth shape would be eager."""
-    plain_again(monkeypatch)
-    omega_module.compile_chunks(backend="aot_eager")
-    model, limits = small("omeganet", n_layer=1), []
-    plain = chunks.linear_backward
-    monkeypatch.setattr(chunks, "linear_backward", lambda *args: limits.append(torch._dynamo.config.recompile_limit) or plain(*args))
-    loss = model.loss(*torch.randint(11, (2, 2, 8)))
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(loss.backward).result()
     assert min(limits) >= 1000
 
 
@@ -1458,7 +1453,7 @@ def test_every_model_trains(preset, more):
     window = {"attn_window": 8} if models.PRESETS[preset].get("attn_window") != 0 else {}
     model = small(preset, **{**more, **window, "n_layer": 1, "vocab_size": 128, "chunk": 8, "muon_every": 8})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    T = 8 if "wiring" in more else 16                         # a chunk, or two: wirings are slow
+    T = 6 if "wiring" in more else 16                         # two chunks, or one, with the persistent tokens: wirings are slow
     ids, losses = torch.tensor(list(b"the quick brown fox jumps over the lazy dog, and then again: " * 9)), []
     for step in range(50):
         x = torch.stack([ids[i: i + T + 1] for i in torch.randint(len(ids) - T - 1, (2,)).tolist()])
@@ -2530,16 +2525,32 @@ def test_tune_cpu_is_silent_without_glibc(monkeypatch, capfd):
 
 
 def test_matmul_is_what_torch_multiplies_with(text, tmp_path, capsys):
-    try:
-        for matmul in ("medium", "highest"):
-            go(text, tmp_path / matmul, "--steps", 1, "--matmul", matmul)
-            assert torch.get_float32_matmul_precision() == matmul
-        assert bench.main(["--quick", "--part", "rule", "--device", "cpu", "--matmul", "medium"]) == 0
-        assert torch.get_float32_matmul_precision() == "medium" and '"matmul": "medium"' in capsys.readouterr().out
-        cpu, cuda, half = torch.device("cpu"), torch.device("cuda"), torch.bfloat16
-        assert [train.pick_matmul("auto", *how) for how in ((cpu, half), (cuda, torch.float32), (cuda, half))] == ["highest", "highest", "high"]
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    for matmul in ("medium", "highest"):
+        go(text, tmp_path / matmul, "--steps", 1, "--matmul", matmul)
+        assert torch.get_float32_matmul_precision() == matmul
+    assert bench.main(["--quick", "--part", "rule", "--device", "cpu", "--matmul", "medium"]) == 0
+    assert torch.get_float32_matmul_precision() == "medium" and '"matmul": "medium"' in capsys.readouterr().out
+
+
+AMD, INTEL = dict(avx512_f=True, sse4a=True), dict(avx512_f=True)
+
+
+@pytest.mark.parametrize("can, exact, best", [(AMD, True, "medium"), (AMD, False, "highest"), (INTEL, True, "highest"), ({}, True, "highest")])
+def test_matmul_by_itself(can, exact, best, monkeypatch):
+    """Products that are not float32's, where nobody asked for them; on an AMD core, half of its speed; single tokens by oneDNN."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can, raising=False)
+    monkeypatch.setattr(train, "exact_products", lambda device: exact)
+    cpu, cuda, half, seen = torch.device("cpu"), torch.device("cuda"), torch.bfloat16, []
+    wanted = [(cuda, torch.float32, "highest"), (cuda, half, "high"), (cpu, half, best), (torch.device("mps"), torch.float32, "highest")]
+    for device, dtype, want in wanted:
+        assert train.set_matmul("auto", device, dtype) == want == torch.get_float32_matmul_precision()
+    record = lambda _: seen.append(torch.get_float32_matmul_precision())
+    monkeypatch.setattr(bench, "PARTS", {name: (record, 1) for name in ("layer", "decode", "peers")})
+    monkeypatch.setattr(eval, "text_task", record)
+    for flags in ([], ["--matmul", "medium"]):
+        assert bench.main(["--quick", "--device", "cpu", *flags]) == 0
+    eval.main(["--ckpt", "none", "--device", "cpu"])
+    assert seen == [best, "highest", best, "medium", "medium", "medium", best]
 
 
 def test_denormals_are_flushed():
@@ -3389,7 +3400,7 @@ MUTANTS = [
     ("no reader, no run", "train.py", "        nobody_reads()\n", "        raise\n", "test_a_run_outlives_its_reader"),
     ("as many streams as asked for", "train.py", "    n = min(n, len(ids) - 1)\n", "", "test_more_streams_than_tokens"),
     ("a thread of its own compiles eight shapes", "chunks.py", "        if Chunks.compiled:", "        if False:",
-     "test_every_shape_is_compiled_in_any_thread"),
+     "test_chunk_steps_compile_whole"),
     ("detach cuts off M0", "models.py", "    if isinstance(state, nn.Parameter):\n        return state\n", "", "test_detach[atlas]"),
     ("double backward through unit vectors", "models.py", "    @once_differentiable\n    def backward(ctx, g):", "    def backward(ctx, g):",
      "test_second_derivatives_are_refused"),
@@ -3406,10 +3417,16 @@ MUTANTS = [
     ("the bound within a chunk of Newton-Schulz", "chunks.py", "if whole and rule.ball:\n        balls =", "if rule.ball:\n        balls =",
      "test_ball_is_the_reference[atlas]"),
     ("one bound for two matrices", "chunks.py", "turn(W, tall).chunk(count, -1)", "[turn(W, tall)] * count", "test_ball_is_the_reference[gated]"),
-    ("--matmul does nothing", "train.py", "torch.set_float32_matmul_precision(pick_matmul(tc.matmul, device, dtype))", "pass", "test_matmul_is_what_torch_multiplies_with"),
-    ("--matmul of the bench does nothing", "bench.py", "torch.set_float32_matmul_precision(matmul)", "pass",
+    ("--matmul does nothing", "train.py", "    set_matmul(tc.matmul, device, dtype)\n", "", "test_matmul_is_what_torch_multiplies_with"),
+    ("--matmul of the bench does nothing", "bench.py", "train.set_matmul(args.matmul, device, dtype)", '"highest"',
      "test_matmul_is_what_torch_multiplies_with"),
-    ("TF32 beside float32", "train.py", '"cuda" and dtype == torch.bfloat16 else "highest"', '"cuda" else "highest"', "test_matmul_is_what_torch_multiplies_with"),
+    ("coarse products on a CPU by themselves", "train.py", "        if not exact_products(device):", "        if False:", "test_matmul_by_itself"),
+    ("medium on an Intel core", "train.py", 'cpu.get("avx512_f") and cpu.get("sse4a")', 'cpu.get("avx512_f")', "test_matmul_by_itself"),
+    ("TF32 beside float32", "train.py", '"high" if device.type == "cuda" and dtype == torch.bfloat16', '"high" if device.type == "cuda"',
+     "test_matmul_by_itself"),
+    ("the bench decodes by oneDNN", "bench.py", '"highest" if args.matmul == "auto" else matmul', "matmul", "test_matmul_by_itself"),
+    ("evaluation at half speed", "eval.py", '        train.set_matmul("auto", train.pick_device(args.device), torch.float32)\n', "",
+     "test_matmul_by_itself"),
     ("denormals stay", "train.py", "set_flush_denormal(True)", "set_flush_denormal(False)", "test_denormals_are_flushed"),
     ("detach detaches nothing", "models.py", "return state.detach()", "return state", "test_detach"),
 ]

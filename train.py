@@ -32,6 +32,7 @@ import torch.nn.functional as F
 
 from data import KINDS, UserError, batch, load_text, make_tokenizer, split, tokenizer_from_state, windows
 from models import LM, PRESETS, SIZES, Config, detach, opt
+from muon import exact_products
 
 
 # ---- settings and flags
@@ -75,7 +76,7 @@ class TrainConfig:
     dtype: str = opt("auto", "of autocast; auto: bfloat16 where it is native (CUDA from SM 8.0, AVX-512 BF16, AMX), else float32",
                      choices=("auto", "float32", "bfloat16"))
     matmul: str = opt("auto", "float32 products, torch.set_float32_matmul_precision: README, Speed; auto: high (TF32) beside bfloat16 "
-                              "on CUDA, else highest", choices=MATMUL)
+                              "on CUDA, medium (exact, and faster) on AMD cores with AVX-512, else highest", choices=MATMUL)
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
     remat: bool = opt(False, "keep the input of each block alone, and compute the block once more in backward: less memory")
     threads: int = opt(0, "CPU threads; 0: torch decides")
@@ -296,16 +297,37 @@ def pick_device(name):
 
 def pick_dtype(name, device):
     if name == "auto":
-        cpu = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch do not tell
+        cpu = cpu_capabilities()
         native = dict(cuda=device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0),
                       cpu=cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
         name = "bfloat16" if native.get(device.type) else "float32"
     return getattr(torch, name)
 
 
-def pick_matmul(name, device, dtype):
-    """auto: products of the memory need not be more exact than a GPU's TF32, ten times as fast, where those around it are bfloat16."""
-    return name if name != "auto" else "high" if device.type == "cuda" and dtype == torch.bfloat16 else "highest"
+def set_matmul(name, device, dtype):
+    """torch.set_float32_matmul_precision(name), which is returned. auto: how float32 products are fast and as exact as they need to be.
+
+    Those of the memory need not be more exact than a GPU's TF32, ten times as fast, where those around it are bfloat16. And an AMD core
+    computes them at half its width by MKL; with `medium` torch asks oneDNN, which uses all of it, and on those cores rounds nothing.
+    """
+    if name != "auto":
+        torch.set_float32_matmul_precision(name)
+    elif device.type == "cpu" and amd_with_avx512():
+        torch.set_float32_matmul_precision("medium")
+        if not exact_products(device):
+            torch.set_float32_matmul_precision("highest")
+    else:
+        torch.set_float32_matmul_precision("high" if device.type == "cuda" and dtype == torch.bfloat16 else "highest")
+    return torch.get_float32_matmul_precision()
+
+
+def amd_with_avx512():
+    cpu = cpu_capabilities()
+    return cpu.get("avx512_f") and cpu.get("sse4a")           # SSE4a was never in a core of Intel's
+
+
+def cpu_capabilities():
+    return getattr(torch.cpu, "get_capabilities", dict)()     # older versions of torch do not tell
 
 
 def autocast(device, dtype):
@@ -323,6 +345,7 @@ def tune_cpu():
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):              # not glibc
         return
+    mallopt(1, 0)                                             # M_MXFAST: no small blocks put by, which a large one would clear away
     mallopt(-4, 0)                                            # M_MMAP_MAX: large blocks come from the heap, too
     mallopt(-1, 2**31 - 1)                                    # M_TRIM_THRESHOLD: and stay there
 
@@ -612,7 +635,7 @@ def launch(given):
         return 0
     device = pick_device(tc.device)
     dtype = pick_dtype(tc.dtype, device)
-    torch.set_float32_matmul_precision(pick_matmul(tc.matmul, device, dtype))
+    set_matmul(tc.matmul, device, dtype)
     tc.compile = given.get("compile", device.type == "cuda")
     if tc.threads:
         torch.set_num_threads(tc.threads)
