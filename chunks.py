@@ -12,7 +12,7 @@ stretches of chunks are read together, and the gradient of that is computed toge
 what leads from W and S after a chunk to those before it.
 
 N is B H (sequences and heads do not take turns), c the tokens of a chunk, n the pairs they learn from, and C s matrices that are read,
-one below the other, (N, s, k, wide) or (N, s k, wide): W and S, which are carried from chunk to chunk, or W_j and O_j of a block; then M0.
+one below the other, (N, s, k, wide) or (N, s k, wide): W and S, which are carried from chunk to chunk, or W_j and O_j of a block.
 """
 from contextlib import nullcontext
 from itertools import islice
@@ -45,25 +45,34 @@ def dots(t, a):
     return (t.view(*a.shape[:2], -1, a.shape[2]) * a[:, :, None]).sum(-1, keepdim=True)
 
 
-def read_carried(R, C, coef, tall):
-    """r_t (keepprod_t W + u_t S + M0) for all rows r_t of R (N, c, in) -> (N, c, out), with s matrices in C, as many numbers a row in coef.
+def read_carried(R, C, coef, M0, tall):
+    """r_t (keepprod_t W_0 + u_t S_0 + M0) for all rows r_t of R (N, c, in) -> (N, c, out); C or M0 may be None, for zero.
 
-    C (N, s k, wide) holds W, below it S, M0, transposed if they are `tall` (`lay`): k is their narrow side, the one that is scaled.
-    Also returns what its gradient needs of that, or None.
+    C (N, s k, wide) holds W_0, below it S_0, coef s numbers a row, M0 is (N, k, wide). All are transposed if they are `tall` (`lay`): k is
+    their narrow side, the one that is scaled. Also returns what its gradient needs of that, or None.
     """
+    y = None if M0 is None else memory.product(R, turn(M0, tall))
+    if C is None:
+        return y, None
     if not tall:
-        return torch.bmm(scaled(R, coef), C), None
+        R = scaled(R, coef)
+        return (torch.bmm(R, C) if y is None else memory.add_product(y, R, C)), None
     reads = memory.product(R, C.mT)
-    return combined(reads, coef), reads
+    return combined(reads, coef, y), reads
 
 
-def read_carried_backward(R, C, coef, tall, reads, dz):
-    """-> dR, dC, dcoef."""
+def read_carried_backward(R, C, coef, M0, tall, reads, dz):
+    """-> dR, dC, dcoef, dM0."""
+    dR = dM0 = None
+    if M0 is not None:
+        dR, dM0 = memory.transposed_product(dz, turn(M0, tall), R), memory.outer([(R, dz)], tall)
+    if C is None:
+        return dR, None, None, dM0
     if tall:
         dreads = scaled(dz, coef)
-        return memory.transposed_product(dreads, C.mT, R), torch.bmm(dreads.mT, R), dots(reads, dz)
+        return memory.transposed_product(dreads, C.mT, R, dR), torch.bmm(dreads.mT, R), dots(reads, dz), dM0
     dscaled = torch.bmm(dz, C.mT)
-    return combined(dscaled, coef), torch.bmm(scaled(R, coef).mT, dz), dots(dscaled, R)
+    return combined(dscaled, coef, dR), torch.bmm(scaled(R, coef).mT, dz), dots(dscaled, R), dM0
 
 
 def write(X, D, last, tall, out=None):
@@ -259,14 +268,17 @@ def plus(a, b):
     return b if a is None else a + b
 
 
-def with_M0(C, M0):
-    """What the chunks read: W, S and M0, whose coefficient is 1; what is zero is left out.
+def repeated(M0, count, blocks=1):
+    """Each (N, k, wide) for so many chunks and blocks of them -> (count N blocks, k, wide)."""
+    return [m[None, :, None].expand(count, -1, blocks, -1, -1).flatten(0, 2) for m in M0]
 
-    C (chunks, N, s, k, wide), M0 (N, k, wide) -> (chunks N, (s + 1) k, wide)
-    """
-    if C and M0:
-        C = [torch.cat([c, m[:, None].expand(len(c), -1, -1, -1, -1)], 2) for c, m in zip(C, M0)]
-    return [merged(c).flatten(1, 2) for c in C] if C else M0
+
+def nth(group, i):
+    return group[i] if group else None
+
+
+def longest(cuts):
+    return max(now.stop - now.start for now in cuts)
 
 
 def advance(rule, state, W, S, O, length):
@@ -358,9 +370,10 @@ def write_rest_backward(tall, part, C, writes, pairs, rows, reads, dafter):
     return dx, dlast, dends, dacross
 
 
-def read_chunks(rule, tall, part, pairs, held, coef):
+def read_chunks(rule, tall, part, pairs, C, M0):
     """What all tokens read, at their own W_t: r_t W_t = r_t (keepprod_t W + u_t S + M0) + (P o R X^T) D, of any number of chunks (N, ..).
 
+    C and M0 of each matrix, or empty, for zero.
     -> what the last matrix reads (N, c, D); for the gradient, what the others read and R X^T for the last one (or None, for a linear
     memory), and that of read_carried.
     """
@@ -369,18 +382,18 @@ def read_chunks(rule, tall, part, pairs, held, coef):
         if i:                                                                    # what the others read is what the last one reads for
             before, rows, RX = z, memory.hidden(rule.memory, z), None
         RX = torch.bmm(rows, x.mT) if RX is None else RX
-        z, reads[i] = read_carried(rows, held[i], coef, tall[i])
+        z, reads[i] = read_carried(rows, nth(C, i), part.coef, nth(M0, i), tall[i])
         z = memory.add_product(z, part.P * RX, d)
     return z, before, None if before is None else RX, *reads
 
 
-def read_chunks_backward(rule, tall, part, W, held, coef, saved, before, RX, reads, dz):
-    """The gradient of read_chunks -> those of part, `held`, each d and the last x; the pairs, and what they were made of.
+def read_chunks_backward(rule, tall, part, W, C, M0, saved, before, RX, reads, dz):
+    """The gradient of read_chunks -> those of part, C, M0, each d and the last x; the pairs, and what they were made of.
 
     W: the weights at which the chunks took gradients.
     """
     pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
-    dheld, dd = [None] * len(pairs), [None] * len(pairs)
+    dC, dM0, dd = ([None] * len(pairs) for _ in range(3))
     dcoef = dP = dxk = dinner = da = None
     for i, (x, d) in reversed(list(enumerate(pairs))):
         if i:
@@ -389,7 +402,7 @@ def read_chunks_backward(rule, tall, part, W, held, coef, saved, before, RX, rea
             rows, RX = part.xq, torch.bmm(part.xq, x.mT) if part.inner is None else part.inner
         dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
         dP, dRX = dQ * RX if dP is None else dP.addcmul_(dQ, RX), dQ.mul_(part.P)
-        drows, dheld[i], more = read_carried_backward(rows, held[i], coef, tall[i], reads[i], dz)
+        drows, dC[i], more, dM0[i] = read_carried_backward(rows, nth(C, i), part.coef, nth(M0, i), tall[i], reads[i], dz)
         dcoef = plus(dcoef, more)
         if not i and part.inner is not None:
             dinner = dRX
@@ -399,7 +412,7 @@ def read_chunks_backward(rule, tall, part, W, held, coef, saved, before, RX, rea
             da, dz = dX, memory.hidden_backward(rule.memory, before, drows)
         else:
             dxk = dX
-    return Part(drows, dxk, None, None, dinner, dcoef, dP, None, None, None), dheld, dd, da, pairs, factors
+    return Part(drows, dxk, None, None, dinner, dcoef, dP, None, None, None), dC, dM0, dd, da, pairs, factors
 
 
 def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
@@ -407,13 +420,13 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
     after the last (chunks + 1, N, ..), then of each stretch.
     """
     (count, N, n, D), c, s, cuts = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2], stretches(parts, C or M0, not C)
-    room = 1 + (count if kept is not None else max(now.stop - now.start for now in cuts))
+    room = 1 + (count if kept is not None else longest(cuts))
     Cs = [w.new_empty(room, N, s, *w.shape[-2:]) for w in C or M0]
     for a, b in zip(Cs, C):
         a[0] = b
     if kept is not None:
         kept.append(Cs)
-    y, ones = parts.v.new_empty(N, count, c, D).transpose(0, 1), parts.split()
+    y, ones, starts = parts.v.new_empty(N, count, c, D).transpose(0, 1), parts.split(), repeated(M0, longest(cuts))
     for now in cuts:
         at = now.start if kept is not None else 0             # without a gradient to come, all stretches share the room of one
         part, fresh, more, slots = parts.each(lambda a: a[now]), not C, [], list(zip(*(a[at:].unbind(0) for a in Cs)))
@@ -428,8 +441,8 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
         else:
             d, e, a, *balls = more
             pairs = [(part.xk, d), (a, e)]
-        held = with_M0([] if fresh else [a[at: at + j + 1] for a in Cs], M0)
-        out, *reads = read_chunks(rule, tall, part, pairs, held, part.coef[:, :, s:] if fresh else part.coef)
+        before = [] if fresh else [merged(a[at: at + j + 1]).flatten(1, 2) for a in Cs]
+        out, *reads = read_chunks(rule, tall, part, pairs, before, [m[: len(part.v)] for m in starts])
         y[now] = out.unflatten(0, (-1, N))
         if kept is not None:
             kept.append((z, f, e, *reads, *balls))
@@ -449,11 +462,12 @@ def linear_chunks_backward(rule, whole, tall, parts, M0, C, anchor, kept, grads,
         dafter = [torch.zeros_like(c[-1]) if d is None else d.clone() for c, d in zip(Cs, dafter)]
     else:
         dafter = ()
-    dM0, ones = [None] * len(M0), parts.split()
-    for now, one in reversed(list(zip(stretches(parts, C or M0, not C), kept))):
+    cuts, dM0, ones = stretches(parts, C or M0, not C), [None] * len(M0), parts.split()
+    starts = repeated(M0, longest(cuts))
+    for now, one in reversed(list(zip(cuts, kept))):
         first = not now.start
         more, dafter, danchor = linear_backward(
-            rule, tall, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), M0,
+            rule, tall, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), starts,
             [] if first and not C else [c[now] for c in Cs], anchor if first else [], one, dy[now], dafter)
         dM0 = [b if a is None else a.add_(b) for a, b in zip(dM0, more)]
     return dM0, dafter, danchor
@@ -462,24 +476,23 @@ def linear_chunks_backward(rule, whole, tall, parts, M0, C, anchor, kept, grads,
 def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, dafter):
     """The gradient of one stretch of chunks (`part`, one by one in `ones`) -> those of M0, of C before it, of the anchor.
 
-    Those of part are written to `grads`; dafter is that of C after the stretch, or ().
+    M0 is `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter is that of C after the stretch, or ().
     """
     (count, N), s, (z, f, e, before, RX, *reads) = part.v.shape[:2], part.ends.shape[2], kept
     reads, balls, saved, flat = reads[:len(tall)], reads[len(tall):], (z, f, e), part.each(merged)
-    coef = flat.coef if C else flat.coef[:, :, s:]
-    W = gradient_point(tall, M0, anchor or [c[:, :, 0] for c in C])
-    out, dheld, dd, da, pairs, factors = read_chunks_backward(
-        rule, tall, flat, W, with_M0(C, M0), coef, saved, before, RX, reads, merged(dy))
-    put(grads, xq=out.xq, inner=out.inner, P=out.P, coef=out.coef if C else F.pad(out.coef, (0, 0, s, 0)))
-    dheld = [d.unflatten(1, (coef.shape[2], -1)).unflatten(0, (count, N)) for d in dheld]
-    dM0 = [d[:, :, -1].sum(0) for d in dheld] if M0 else []
-    dC = list(zip(*(d[:, :, :s].unbind(0) for d in dheld))) if C else [()] * count
+    C, M0 = [merged(c) for c in C], [m[: count * N] for m in M0]
+    W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
+    out, dC, dM0, dd, da, pairs, factors = read_chunks_backward(
+        rule, tall, flat, W, [c.flatten(1, 2) for c in C], M0, saved, before, RX, reads, merged(dy))
+    put(grads, xq=out.xq, inner=out.inner, P=out.P, coef=out.coef)
+    dM0 = [d.unflatten(0, (count, N)).sum(0) for d in dM0] if M0 else []
+    dC = list(zip(*(d.view(count, N, s, -1, d.shape[2]).unbind(0) for d in dC))) if C else [()] * count
 
     writes = [x if i or flat.write is None else flat.write for i, (x, _) in enumerate(pairs)]
     rows = [scaled(d if t else x, flat.last) for x, (_, d), t in zip(writes, pairs, tall)]
     many = separate((W, saved, writes, pairs, factors, rows, balls, dd, da), count)
     if count > 1 and not dafter:
-        dafter = [torch.zeros_like(c[0]) for c in C]
+        dafter = [torch.zeros_like(c[:N]) for c in C]
     dvs, rest = grads.v.unbind(0), []
     for j in reversed(range(count)):
         at, *one = many[j]
@@ -492,7 +505,6 @@ def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, daft
     dz, reads, last = joined(dz), [joined(a) for a in zip(*reads)], [joined(a) for a in zip(*last)]
     dx = dlast = dends = dacross = None
     if last:
-        C = [merged(c) for c in C]
         dx, dlast, dends, dacross = write_rest_backward(tall, flat, C, writes, pairs, rows, reads, last)
     if flat.write is None and dx is not None:
         dx, dwrite = dx if out.xk is None else dx.add_(out.xk), None
@@ -515,15 +527,13 @@ def linear_run(rule, state, tokens, mix, B):
 
     -> what the last matrix reads (chunks, N, c, D), and the state after them.
     """
-    count, c, s = len(tokens.v), mix.coef.shape[2], mix.ends.shape[2]
+    count, c, s = len(tokens.v), tokens.xq.shape[2], mix.ends.shape[2]
     groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
     tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])
     M0, W, S, anchor = (lay(group, tall, B) for group in groups)
     C = [] if state.zero else [torch.stack(ws, 1) for ws in zip(*([W, S] if S else [W]))]
     if state.zero or not state.pos:                           # the anchor is W
         anchor = []
-    if M0:
-        mix = mix._replace(coef=F.pad(mix.coef, (0, 0, 0, 1), value=1.0))
     how = rule, (state.pos + c) % rule.chunk == 0, tall
     z, C = run(linear_chunks, linear_chunks_backward, how, Part(*tokens, *mix), M0, C, anchor)
     W, S = (memory.unpack(unlay([a[:, j] for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
@@ -657,29 +667,25 @@ def muon_write_backward(rule, tall, G, pairs, drows):
     return dG, dx, da, [torch.cat(dd[:2], -1), dd[2]] if len(dd) == 3 else dd
 
 
-def muon_held(M0, held, coef):
-    """What the blocks of all chunks read: W_j, O_j and M0, whose coefficient is 1; what is zero is left out.
+def muon_held(held, coef):
+    """What the blocks of all chunks read: W_j and O_j; what is zero is left out.
 
-    held (chunks N, blocks, s, k, wide), coef (chunks N, blocks, m, 2, 1) -> (chunks N blocks, (s + 1) k, wide), the coefficients.
+    held (chunks N, blocks, s, k, wide), coef (chunks N, blocks, m, 2, 1) -> (chunks N blocks, s k, wide), the coefficients.
     """
     coef = coef.flatten(0, 1)[:, :, -held[0].shape[2]:]      # of O_j alone, if W_0 is zero
-    if M0:
-        held = [h.unflatten(0, (-1, len(m))) for h, m in zip(held, M0)]
-        held = [torch.cat([h, m[:, None, None].expand(*h.shape[:3], -1, -1, -1)], 3).flatten(0, 1) for h, m in zip(held, M0)]
-        coef = F.pad(coef, (0, 0, 0, 1), value=1.0)
     return [h.flatten(0, 1).flatten(1, 2) for h in held], coef
 
 
-def muon_read(rule, fill, tall, C, coef, xq):
+def muon_read(rule, fill, tall, C, coef, M0, xq):
     """What all tokens of any number of chunks read, xq (N, c, E), block by block: r_t W_t = r_t (since_t W_j + own_t O_j + M0).
 
-    C and coef of muon_held, `fill` of padding.
+    C and coef of muon_held, M0 `repeated` for all blocks, or empty; `fill` of padding.
     -> (N, c, D); for the gradient, what the hidden units are made of (or None), and what read_carried keeps.
     """
     (N, c, _), reads = xq.shape, [None] * len(C)
 
     def read(i, rows):
-        z, reads[i] = read_carried(in_blocks(rows, len(coef) // N, *fill), C[i], coef, tall[i])
+        z, reads[i] = read_carried(in_blocks(rows, len(coef) // N, *fill), C[i], coef, nth(M0, i), tall[i])
         return z.reshape(N, -1, z.shape[2])[:, fill[0]: fill[0] + c]
 
     if rule.memory == "linear":
@@ -688,13 +694,13 @@ def muon_read(rule, fill, tall, C, coef, xq):
     return read(-1, memory.hidden(rule.memory, z)), z, *reads
 
 
-def muon_read_backward(rule, fill, tall, C, coef, xq, z, reads, dy):
-    """The gradient of muon_read -> that of C, coef, xq."""
-    (N, c, _), dC, dcoef = xq.shape, [None] * len(C), [None] * len(C)
+def muon_read_backward(rule, fill, tall, C, coef, M0, xq, z, reads, dy):
+    """The gradient of muon_read -> that of C, coef, M0, xq."""
+    (N, c, _), (dC, dcoef, dM0) = xq.shape, ([None] * len(C) for _ in range(3))
 
     def read_backward(i, rows, dz):
         rows, dz = (in_blocks(a, len(coef) // N, *fill) for a in (rows, dz))
-        drows, dC[i], dcoef[i] = read_carried_backward(rows, C[i], coef, tall[i], reads[i], dz)
+        drows, dC[i], dcoef[i], dM0[i] = read_carried_backward(rows, C[i], coef, nth(M0, i), tall[i], reads[i], dz)
         return drows.reshape(N, -1, drows.shape[2])[:, fill[0]: fill[0] + c]
 
     if rule.memory == "linear":
@@ -702,7 +708,7 @@ def muon_read_backward(rule, fill, tall, C, coef, xq, z, reads, dy):
     else:
         dz = memory.hidden_backward(rule.memory, z, read_backward(-1, memory.hidden(rule.memory, z), dy))
         dxq = sum(read_backward(i, xq, part) for i, part in enumerate(dz.chunk(firsts(rule), -1)))
-    return dC, sum(dcoef), dxq
+    return dC, sum(dcoef), dM0, dxq
 
 
 def muon_chunks(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kept=None):
@@ -710,8 +716,9 @@ def muon_chunks(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kept=None):
     of each of its chunks.
     """
     (count, N, _, D), c, ones = parts.v.shape, parts.xq.shape[2], parts.split()
-    y, fill = parts.v.new_empty(N, count, c, D).transpose(0, 1), padding(pos, c, rule.muon_every)
-    for now in stretches(parts, W or M0, not W):
+    y, fill, cuts = parts.v.new_empty(N, count, c, D).transpose(0, 1), padding(pos, c, rule.muon_every), stretches(parts, W or M0, not W)
+    starts = repeated(M0, longest(cuts), parts.coef.shape[2])
+    for now in cuts:
         held, learned = [], []
         for one in ones[now]:
             blocks, W, S, O, saved = muon_learn(rule, pos, whole, tall, one, M0, W, S, O, anchor)
@@ -719,7 +726,8 @@ def muon_chunks(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kept=None):
             learned += [] if kept is None else [saved]
             anchor = []
         held = [joined(a) for a in zip(*held)]
-        out, *reads = muon_read(rule, fill, tall, *muon_held(M0, held, merged(parts.coef[now])), merged(parts.xq[now]))
+        C, coef = muon_held(held, merged(parts.coef[now]))
+        out, *reads = muon_read(rule, fill, tall, C, coef, [m[: len(coef)] for m in starts], merged(parts.xq[now]))
         y[now] = out.unflatten(0, (-1, N))
         if kept is not None:
             kept += [(*held, *reads), *learned]
@@ -740,11 +748,11 @@ def muon_chunks_backward(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kep
     before = [S] + [[s[:, -1] for s in rows] if momentum else [] for _, rows, *_ in learned]
     zeros = [torch.zeros_like(s[:, 0]) for s in learned[0][1]]
     dW, dS, dO = ([z if d is None else d for z, d in zip(zeros, ds)] for ds in grouped(dafter, (k, k if momentum else 0)))
-    dM0 = [None] * len(M0)
+    dM0, starts = [None] * len(M0), repeated(M0, longest(cuts), parts.coef.shape[2])
     ones, onegrads = parts.split(), grads.split()
     for now, one in reversed(list(zip(cuts, read))):
         part, some = parts.each(lambda a: merged(a[now])), grads.each(lambda a: a[now])
-        each, more = muon_stretch_backward(rule, pos, tall, part, some, M0, [] if now.start else anchor, one, learned[now], merged(dy[now]))
+        each, more = muon_stretch_backward(rule, pos, tall, part, some, M0, starts, [] if now.start else anchor, one, learned[now], merged(dy[now]))
         dM0 = [d if m is None else m.add_(d) for m, d in zip(dM0, more)]
         for j in reversed(range(now.start, now.stop)):
             how = rule, pos, tall, ones[j], before[j], *learned[j][1:], *each[j - now.start]
@@ -756,20 +764,21 @@ def muon_chunks_backward(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kep
     return dM0, dW if W else [], dS if S else [], dO, dat if anchor else []
 
 
-def muon_stretch_backward(rule, pos, tall, part, grads, M0, anchor, read, learned, dy):
+def muon_stretch_backward(rule, pos, tall, part, grads, M0, starts, anchor, read, learned, dy):
     """The gradient of what the chunks of a stretch read -> of each, what muon_learn_backward wants; the gradient of M0."""
     (held, (z,), reads), count = grouped(read, (len(tall), 1)), len(learned)
     (_, blocks, s, *_), fill = held[0].shape, padding(pos, part.xq.shape[1], rule.muon_every)
-    C, coef = muon_held(M0, held, part.coef)
-    dC, dcoef, dxq = muon_read_backward(rule, fill, tall, C, coef, part.xq, z, reads, dy)
-    put(grads, xq=dxq, coef=F.pad(dcoef[:, :, :s], (0, 0, 2 - s, 0)))
-    dC = [d.unflatten(1, (coef.shape[2], -1)).unflatten(0, (-1, blocks)) for d in dC]            # as held, then M0
-    dM0 = [d[:, :, -1].unflatten(0, (count, -1)).sum((0, 2)) for d in dC] if M0 else []
+    C, coef = muon_held(held, part.coef)
+    starts = [m[: len(coef)] for m in starts]
+    dC, dcoef, dM0, dxq = muon_read_backward(rule, fill, tall, C, coef, starts, part.xq, z, reads, dy)
+    put(grads, xq=dxq, coef=F.pad(dcoef, (0, 0, 2 - s, 0)))
+    dC = [d.view_as(h) for d, h in zip(dC, held)]
+    dM0 = [d.view(count, -1, blocks, *d.shape[1:]).sum((0, 2)) for d in dM0] if M0 else []
     W = [h[:, 0, 0].unflatten(0, (count, -1)) for h in held] if s == 2 else []
     at = memory.pack(gradient_point(tall, M0, anchor or W))
     saved = tuple(joined(a) for a in zip(*(saved for saved, *_ in learned)))
     pairs, factors = memory.gradients_again(rule.memory, at, part.xk, saved)
-    return separate((at, held, saved, pairs, factors, [d[:, :, :s] for d in dC]), count), dM0
+    return separate((at, held, saved, pairs, factors, dC), count), dM0
 
 
 def muon_run(rule, state, tokens, mix, B):
