@@ -201,14 +201,14 @@ def slow(run):
 
 
 def contestants(bench, width):
-    """name -> Config differences of every preset as one layer, the transformer first."""
+    """name -> Config differences of every preset as one layer, the transformer first; and WORK, as the peers meet it."""
     cases = {}
     for name in sorted(bench.models, key=lambda name: name != "transformer"):
         config = models.Config(**models.PRESETS[name])
         small = config.mixer == "memory" and config.features not in ("none", "exp")
         shape = heads(width, SMALL_HEAD if small else HEAD)
         cases[name] = {**models.PRESETS[name], **shape, "expansion": WORK["expansion"]}
-    return cases
+    return {**cases, "WORK": {**WORK, **heads(width)}}
 
 
 def part_layer(bench):

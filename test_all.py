@@ -2921,7 +2921,7 @@ def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
     for part in bench.PARTS:
         assert f"\n{part}: " in out
     layer = {(r["name"], r["T"], r["what"]) for r in result["records"] if r["part"] == "layer"}
-    assert {("titans", 64, "both"), ("titans", 64, "forward"), ("transformer", 32, "both"), ("chunk 16", 64, "both"),
+    assert {("titans", 64, "both"), ("titans", 64, "forward"), ("transformer", 32, "both"), ("WORK", 64, "both"), ("chunk 16", 64, "both"),
             ("omega_ref, token by token", 8, "both")} <= layer
 
 
