@@ -347,7 +347,7 @@ def tune_cpu():
         return
     mallopt(1, 0)                                             # M_MXFAST: no small blocks put by, which a large one would clear away
     mallopt(-4, 0)                                            # M_MMAP_MAX: large blocks come from the heap, too
-    mallopt(-1, 2**31 - 1)                                    # M_TRIM_THRESHOLD: and stay there
+    mallopt(-1, -1)                                           # M_TRIM_THRESHOLD: and stay there, however many
 
 
 def peak_memory(device):
