@@ -831,7 +831,7 @@ def places(more):
 
 
 @every_model
-@torch.no_grad()
+@torch.inference_mode()
 def test_any_split_is_the_whole(preset, more):
     """State carried over every split point, over none, and token by token: a cache that forgets, repeats or shifts anything."""
     model, x = shaken(small(preset, **more)), torch.randint(11, (2, 10))
@@ -866,7 +866,7 @@ def test_every_model_is_its_reference(preset, more, monkeypatch):
 
 
 @every_model
-@torch.no_grad()
+@torch.inference_mode()
 def test_causal(preset, more):
     """Changing token j must leave logits before j bit-identical and change later ones: half of the ports leak or do not mix."""
     model, x = shaken(small(preset, **more)), torch.randint(11, (1, 13))
@@ -882,7 +882,7 @@ def test_causal(preset, more):
 
 
 @every_model
-@torch.no_grad()
+@torch.inference_mode()
 def test_rows_are_independent(preset, more):
     """One sequence's memory must not reach another's: row alone == row in the batch, and a permuted batch is permuted."""
     model, x = shaken(small(preset, **more)), torch.randint(11, (3, 11))
@@ -1201,7 +1201,7 @@ def keeps_its_past(model):
 
 
 @every_model
-@torch.no_grad()
+@torch.inference_mode()
 def test_state_size_is_constant(preset, more):
     """Decoding must cost the same for ever: only full attention and exp features may keep their past."""
     model, x = small(preset, **more), torch.randint(11, (1, 36))
