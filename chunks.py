@@ -48,8 +48,8 @@ def dots(t, a):
 def read_carried(R, C, coef, M0, tall):
     """r_t (keepprod_t W_0 + u_t S_0 + M0) for all rows r_t of R (N, c, in) -> (N, c, out); C or M0 may be None, for zero.
 
-    C (N, s k, wide) holds W_0, below it S_0, coef s numbers a row, M0 is (N, k, wide). All are transposed if they are `tall` (`lay`): k is
-    their narrow side, the one that is scaled. Also returns what its gradient needs of that, or None.
+    C (N, s k, wide) holds W_0, below it S_0, coef (N, c, s, 1) their numbers, M0 is (N, k, wide). Matrices are transposed if they are
+    `tall` (`lay`): k is their narrow side, the one that is scaled. Also returns what its gradient needs of that, or None.
     """
     y = None if M0 is None else memory.product(R, turn(M0, tall))
     if C is None:
@@ -716,7 +716,8 @@ def muon_chunks(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kept=None):
     of each of its chunks.
     """
     (count, N, _, D), c, ones = parts.v.shape, parts.xq.shape[2], parts.split()
-    y, fill, cuts = parts.v.new_empty(N, count, c, D).transpose(0, 1), padding(pos, c, rule.muon_every), stretches(parts, W or M0, not W)
+    y, fill = parts.v.new_empty(N, count, c, D).transpose(0, 1), padding(pos, c, rule.muon_every)
+    cuts = stretches(parts, W or M0, not W)
     starts = repeated(M0, longest(cuts), parts.coef.shape[2])
     for now in cuts:
         held, learned = [], []
@@ -752,7 +753,8 @@ def muon_chunks_backward(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kep
     ones, onegrads = parts.split(), grads.split()
     for now, one in reversed(list(zip(cuts, read))):
         part, some = parts.each(lambda a: merged(a[now])), grads.each(lambda a: a[now])
-        each, more = muon_stretch_backward(rule, pos, tall, part, some, M0, starts, [] if now.start else anchor, one, learned[now], merged(dy[now]))
+        each, more = muon_stretch_backward(
+            rule, pos, tall, part, some, M0, starts, [] if now.start else anchor, one, learned[now], merged(dy[now]))
         dM0 = [d if m is None else m.add_(d) for m, d in zip(dM0, more)]
         for j in reversed(range(now.start, now.stop)):
             how = rule, pos, tall, ones[j], before[j], *learned[j][1:], *each[j - now.start]
@@ -765,7 +767,10 @@ def muon_chunks_backward(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kep
 
 
 def muon_stretch_backward(rule, pos, tall, part, grads, M0, starts, anchor, read, learned, dy):
-    """The gradient of what the chunks of a stretch read -> of each, what muon_learn_backward wants; the gradient of M0."""
+    """The gradient of what the chunks of a stretch read -> of each, what muon_learn_backward wants; the gradient of M0.
+
+    starts: M0 `repeated`, for as many chunks or more.
+    """
     (held, (z,), reads), count = grouped(read, (len(tall), 1)), len(learned)
     (_, blocks, s, *_), fill = held[0].shape, padding(pos, part.xq.shape[1], rule.muon_every)
     C, coef = muon_held(held, part.coef)

@@ -335,7 +335,7 @@ def autocast(device, dtype):
 
 
 def tune_cpu():
-    """Two habits of CPUs that cost a memory more than its arithmetic; to be called before the first product.
+    """Habits of CPUs and of glibc that cost a memory more than its arithmetic; to be called before the first product.
 
     Gates that decay for a chunk make numbers below 1e-38, at which an Intel core takes some hundred times as long: they become 0 (in
     threads that begin after this, too). And glibc gives large freed blocks back to the system, which has to clear them again.
