@@ -13,6 +13,10 @@ what leads from W and S after a chunk to those before it.
 
 N is B H (sequences and heads do not take turns), c the tokens of a chunk, n the pairs they learn from, and C s matrices that are read,
 one below the other, (N, s, k, wide) or (N, s k, wide): W and S, which are carried from chunk to chunk, or W_j and O_j of a block.
+
+Arguments that most functions have: `tall` says of each matrix whether it lies transposed (`lay`); `closes`, whether the last token of each
+part ends a chunk, where the ball of choice 22 is; `pos`, with Newton-Schulz, how many tokens into a block of muon_every the first one is.
+`kept` collects what the gradient needs.
 """
 from contextlib import nullcontext
 from itertools import islice
@@ -31,10 +35,12 @@ def scaled(a, coef):
     return (coef * a[:, :, None]).flatten(2)
 
 
-def combined(t, coef, plus=None):
-    """t (N, n, s k) -> (N, n, k): the first k of a row times the first of its numbers, plus the next k times the next, plus `plus`."""
+def combined(t, coef, into=None):
+    """t (N, n, s k) -> (N, n, k): the first k of a row times the first of its numbers, plus the next k times the next. Added to `into`, in
+    its place, if that is given.
+    """
     t, coef = t.unflatten(2, (coef.shape[2], -1)).unbind(2), coef.unbind(2)
-    y = t[0] * coef[0] if plus is None else plus.addcmul_(t[0], coef[0])
+    y = t[0] * coef[0] if into is None else into.addcmul_(t[0], coef[0])
     for i in range(1, len(t)):
         y = y.addcmul_(t[i], coef[i])
     return y
@@ -96,20 +102,28 @@ def padding(pos, length, every):
 
 
 class Part(NamedTuple):
-    """The fields of Tokens and Mixing, of all chunks (chunks, N, ..), or of one (N, ..)."""
-    xq: torch.Tensor
-    xk: torch.Tensor
-    v: torch.Tensor
-    write: torch.Tensor | None
-    inner: torch.Tensor | None
-    coef: torch.Tensor
-    P: torch.Tensor | None = None
-    last: torch.Tensor | None = None
-    ends: torch.Tensor | None = None
-    across: torch.Tensor | None = None
-    shares: torch.Tensor | None = None
-    G: torch.Tensor | None = None
-    momprod: torch.Tensor | None = None
+    """What omega.py makes of a run of chunks, of c tokens and n pairs each: the tokens, the window - 1 before them, idle ones of weight 0.
+
+    `...` is (chunks, N); N for one chunk, chunks N for many in one product. The formulas are those of omega.py.
+    """
+    xq: torch.Tensor                                          # (..., c, E)  phi(q)
+    xk: torch.Tensor                                          # (..., n, E)  phi(k)
+    v: torch.Tensor                                           # (..., n, D)  memory.target(k, v)
+    write: torch.Tensor | None                                # (..., n, E)  what x_i^T d_i is made of, if not phi(k)
+    inner: torch.Tensor | None                                # (..., c, n)  phi(q) phi(k)^T, if there is a shorter way to it
+    # From here on what depends on the gates alone (omega.mixing).
+    # Without Newton-Schulz     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i,   S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
+    # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1, W, without momentum
+    coef: torch.Tensor                                        # (..., c, s, 1)  keepprod and u = -A diag(step) momprod
+    P: torch.Tensor | None = None                             # (..., c, n)  -A diag(step) G
+    last: torch.Tensor | None = None                          # (..., n, s, 1)  the last rows of P and G
+    ends: torch.Tensor | None = None                          # (..., s, 1, 1)  the last keepprod and momprod
+    across: torch.Tensor | None = None                        # (..., 1, 1)  the last u
+    # With Newton-Schulz     W_t = since_t W_j + own_t O_j,   in blocks of m tokens, or one of c <= m; W_j before block j, W_0 the first
+    # coef is (..., blocks, m, 2, 1): keep from the block's first token to t (since), minus the sum of A[t, n] step_n over n <= t there (own)
+    shares: torch.Tensor | None = None                        # (..., blocks, 1 + blocks)  of W_0 and of O_0 .. in the W after each block
+    G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } at the tokens at which it is refreshed,
+    momprod: torch.Tensor | None = None                       # (..., r, 1)               } and the last
 
     def each(self, f):
         return Part(*(None if a is None else f(a) for a in self))
@@ -295,7 +309,7 @@ def firsts(rule):
 # ---------------------------------------------------------------------------------------------------------------------------
 # Without Newton-Schulz.
 
-def learn_chunk(rule, whole, tall, part, M0, C, anchor, after):
+def learn_chunk(rule, closes, tall, part, M0, C, anchor, after):
     """One chunk (or a part of one) learns without Newton-Schulz: its last W_t (Eq 10) and S_t (Eq 33), written to `after`.
 
     Matrices are as `lay` has them, W and S of each as C (N, s, k, wide), and so `after`; M0, C and the anchor are empty where they are
@@ -310,19 +324,20 @@ def learn_chunk(rule, whole, tall, part, M0, C, anchor, after):
         write(x if i or part.write is None else part.write, d, part.last, tall[i], end.flatten(1, 2))
         if C:
             carry(end, C[i], part.ends, part.across)
-        if whole and rule.ball:
+        if closes and rule.ball:
             balls.append(ball_factors(rule, end[:, 0], tall[i], 1 if i else firsts(rule)))
             end[:, 0].mul_(balls[i])
     return z, f, *(d for _, d in pairs), *(x for x, _ in pairs[1:]), *balls
 
 
 def learn_chunk_backward(rule, tall, part, W, carried, saved, writes, pairs, factors, rows, balls, dd, da, dC, dafter):
-    """The part of learn_chunk's gradient that goes from chunk to chunk: from what it carries on (dafter, or ()) to C.
+    """The gradient of learn_chunk, as far as it has to go from chunk to chunk.
 
-    dC, dd, da: what reading has said of C, of each d, and of the x of the last pair, to which this adds. `writes` holds the x of
-    `write`, and `rows` what it makes of the narrow side. W: the weights at which it took gradients, `carried` if they are C's.
-    -> gradients of v, of W, and dz, where dz W^T is part of that of its keys; the products of `dafter` that come up. `dafter` itself
-    becomes the gradient of what the bound was applied to.
+    dafter: that of W and S after the chunk, or () for none; in its place it becomes that of W and S before the ball. dC (of W and S before
+    the chunk), dd (of each d) and da (of the last x) hold what reading has said of them, and this adds to it. W: the weights at which the
+    chunk took gradients; `carried`: they hold the W of C, so their gradient is also C's. writes, rows: the x that `write` had, and what it
+    made of the narrow side by `scaled`.
+    -> gradients of v and of W; dz, where dz W[0]^T is the rest of that of xk; products with dafter that write_rest_backward can use.
     """
     reads = []
     for i, (x, end) in enumerate(zip(writes, dafter)):
@@ -412,10 +427,10 @@ def read_chunks_backward(rule, tall, part, W, C, M0, saved, before, RX, reads, d
             da, dz = dX, memory.hidden_backward(rule.memory, before, drows)
         else:
             dxk = dX
-    return Part(drows, dxk, None, None, dinner, dcoef, dP, None, None, None), dC, dM0, dd, da, pairs, factors
+    return Part(xq=drows, xk=dxk, v=None, write=None, inner=dinner, coef=dcoef, P=dP), dC, dM0, dd, da, pairs, factors
 
 
-def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
+def linear_chunks(rule, closes, tall, parts, M0, C, anchor, kept=None):
     """All chunks -> what is read (chunks, N, c, D), C at the end. `kept` gets what the gradient needs: first C before each chunk and
     after the last (chunks + 1, N, ..), then of each stretch.
     """
@@ -431,7 +446,7 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
         at = now.start if kept is not None else 0             # without a gradient to come, all stretches share the room of one
         part, fresh, more, slots = parts.each(lambda a: a[now]), not C, [], list(zip(*(a[at:].unbind(0) for a in Cs)))
         for j, one in enumerate(ones[now]):
-            more.append(learn_chunk(rule, whole, tall, one, M0, slots[j] if C else [], anchor, slots[j + 1]))
+            more.append(learn_chunk(rule, closes, tall, one, M0, slots[j] if C else [], anchor, slots[j + 1]))
             C, anchor = C or Cs, []                           # from here on there is something
         z, f, *more = (joined(one) for one in zip(*more))
         part = part.each(merged)
@@ -452,7 +467,7 @@ def linear_chunks(rule, whole, tall, parts, M0, C, anchor, kept=None):
     return y, [c.clone() for c in slots[j + 1]]
 
 
-def linear_chunks_backward(rule, whole, tall, parts, M0, C, anchor, kept, grads, dy, dafter):
+def linear_chunks_backward(rule, closes, tall, parts, M0, C, anchor, kept, grads, dy, dafter):
     """The gradient of linear_chunks -> that of M0, C, anchor; that of parts is written to `grads`.
 
     dafter: that of C at the end, or None.
@@ -522,12 +537,12 @@ def put(grads, **fields):
             to.zero_() if value is None else to.copy_(value if value.shape == to.shape else value.view_as(to))
 
 
-def linear_run(rule, state, tokens, mix, B):
-    """Chunks without Newton-Schulz, of B sequences: state, all of Tokens and Mixing (chunks, N, ..)
+def linear_run(rule, state, parts, B):
+    """Chunks without Newton-Schulz, of B sequences: the state before them, their Part
 
     -> what the last matrix reads (chunks, N, c, D), and the state after them.
     """
-    count, c, s = len(tokens.v), tokens.xq.shape[2], mix.ends.shape[2]
+    count, c, s = len(parts.v), parts.xq.shape[2], parts.ends.shape[2]
     groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
     tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])
     M0, W, S, anchor = (lay(group, tall, B) for group in groups)
@@ -535,7 +550,7 @@ def linear_run(rule, state, tokens, mix, B):
     if state.zero or not state.pos:                           # the anchor is W
         anchor = []
     how = rule, (state.pos + c) % rule.chunk == 0, tall
-    z, C = run(linear_chunks, linear_chunks_backward, how, Part(*tokens, *mix), M0, C, anchor)
+    z, C = run(linear_chunks, linear_chunks_backward, how, parts, M0, C, anchor)
     W, S = (memory.unpack(unlay([a[:, j] for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
     return z, advance(rule, state, W, S, (), count * c)
 
@@ -590,7 +605,7 @@ def go_on_backward(shares, held, dheld, dafter):
     return torch.bmm(dafter, WO.flatten(2).mT)
 
 
-def muon_learn(rule, pos, whole, tall, part, M0, W, S, O, anchor):
+def muon_learn(rule, pos, closes, tall, part, M0, W, S, O, anchor):
     """One chunk (or a part of one) learns, with Newton-Schulz every `muon_every` tokens; it begins `pos` tokens into a block.
 
     Matrices are as `lay` has them; lists that are empty stand for zeros, the anchor for W.
@@ -614,7 +629,7 @@ def muon_learn(rule, pos, whole, tall, part, M0, W, S, O, anchor):
         W = [torch.zeros_like(o[:, 0]) for o in new]
     held, W = zip(*(go_on(part.shares, W[i] if W else None, o) for i, o in enumerate(new)))
     balls = []
-    if whole and rule.ball:
+    if closes and rule.ball:
         balls = [ball_factors(rule, w, t, 1) for w, t in zip(W, tall)]
         W = [w * ball for w, ball in zip(W, balls)]
     O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
@@ -711,7 +726,7 @@ def muon_read_backward(rule, fill, tall, C, coef, M0, xq, z, reads, dy):
     return dC, sum(dcoef), dM0, dxq
 
 
-def muon_chunks(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kept=None):
+def muon_chunks(rule, pos, closes, tall, parts, M0, W, S, O, anchor, kept=None):
     """All chunks -> what is read (chunks, N, c, D); W, S and O at the end. `kept` gets what the gradient needs: of each stretch, then
     of each of its chunks.
     """
@@ -722,7 +737,7 @@ def muon_chunks(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kept=None):
     for now in cuts:
         held, learned = [], []
         for one in ones[now]:
-            blocks, W, S, O, saved = muon_learn(rule, pos, whole, tall, one, M0, W, S, O, anchor)
+            blocks, W, S, O, saved = muon_learn(rule, pos, closes, tall, one, M0, W, S, O, anchor)
             held.append(blocks)
             learned += [] if kept is None else [saved]
             anchor = []
@@ -735,14 +750,14 @@ def muon_chunks(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kept=None):
     return y, [a.clone() for a in (*W, *(S if parts.momprod is not None else ()), *O)]
 
 
-def muon_chunks_backward(rule, pos, whole, tall, parts, M0, W, S, O, anchor, kept, grads, dy, dafter):
+def muon_chunks_backward(rule, pos, closes, tall, parts, M0, W, S, O, anchor, kept, grads, dy, dafter):
     """The gradient of muon_chunks -> that of M0, W, S, O, anchor; that of parts is written to `grads`.
 
     dafter: that of W, S, O at the end, or None.
     """
     k, kept, read, learned, momentum = len(tall), iter(kept), [], [], parts.momprod is not None
     cuts = stretches(parts, W or M0, not W)
-    sizes = 3, k, k if whole and rule.ball else 0
+    sizes = 3, k, k if closes and rule.ball else 0
     for now in cuts:
         read.append(next(kept))
         learned += [grouped(one, sizes) for one in islice(kept, now.stop - now.start)]           # saved, rows, balls, ns
@@ -786,17 +801,17 @@ def muon_stretch_backward(rule, pos, tall, part, grads, M0, starts, anchor, read
     return separate((at, held, saved, pairs, factors, dC), count), dM0
 
 
-def muon_run(rule, state, tokens, mix, B):
+def muon_run(rule, state, parts, B):
     """Chunks with Newton-Schulz; arguments and returns of linear_run."""
-    count, c, pos = len(tokens.v), tokens.xq.shape[2], state.pos
+    count, c, pos = len(parts.v), parts.xq.shape[2], state.pos
     tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
-    rule = rule._replace(ns_gram=rule.ns_gram and exact_products(tokens.v.device))
+    rule = rule._replace(ns_gram=rule.ns_gram and exact_products(parts.v.device))
     how = rule, pos % rule.muon_every, (pos + c) % rule.chunk == 0, tall
     M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
     if state.zero:
         W, S = [], []
     if state.zero or not pos:                                 # the anchor is W
         anchor = []
-    z, after = run(muon_chunks, muon_chunks_backward, how, Part(*tokens, *mix), M0, W, S, O, anchor)
+    z, after = run(muon_chunks, muon_chunks_backward, how, parts, M0, W, S, O, anchor)
     W, S, O = (tuple(unlay(group, tall, B)) for group in grouped(after, (len(tall), len(tall) if state.S else 0)))
     return z, advance(rule, state, W, S, O, count * c)

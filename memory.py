@@ -4,10 +4,10 @@
     mlp      M(x) = r + gelu(x W1) W2                                    ATLAS Eq 42
     gated    M(x) = r + (gelu(x W1) * (x W2)) W3                         ATLAS Eq 43 (ATLAS++)
 
-The paper's matrices act on columns, x + W_1 gelu(W_2 x) and x + W_1 (gelu(W_2 x) * W_3 x): its W_2, W_1 are W1, W2 here, and its W_2, W_3, W_1
-are W1, W2, W3. x = phi(k) is a row vector of E features, and the residual r is k itself, of dimension D  (choice 9). W is a tuple of matrices,
-one set for each sequence and head. The inner loop (omega.py) changes W at test time; where W starts is a parameter of the
-outer loop like any other. No biases, as in the paper.
+The paper's matrices act on columns, x + W_1 gelu(W_2 x) and x + W_1 (gelu(W_2 x) * W_3 x): its W_2, W_1 are W1, W2 here, and its W_2,
+W_3, W_1 are W1, W2, W3. x = phi(k) is a row vector of E features, and the residual r is k itself, of dimension D; for what is read they are
+phi(q) and q  (choice 9). W is a tuple of matrices, one set for each sequence and head. The inner loop (omega.py) changes W at test time;
+where W starts is a parameter of the outer loop like any other. No biases, as in the paper.
 
 Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in capitals):
 
@@ -22,7 +22,8 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in 
     chunk      b            b           tokens that share one gradient point
     degree     p            1           polynomial degree of phi
 
-    B batch   H heads   T tokens   D head dim   E = dim of phi(k)   F hidden width of the memory   C chunk
+    B batch   H heads   N = B H   T tokens   D head dim   E = dim of phi(k)   f hidden width of the memory
+    c tokens of a chunk (the paper's c is `window`)   n pairs that a chunk learns from
 """
 import math
 
@@ -40,26 +41,19 @@ def shapes(kind, e, f, d):
     return {"linear": [(e, d)], "mlp": [(e, f), (f, d)], "gated": [(e, f), (e, f), (f, d)]}[kind]
 
 
-def apply(kind, read, x, r, norm=False):
-    """M(x), where `read(i, rows)` multiplies rows by the i-th weight matrix - whatever that matrix is at each row.
-
-    x (..., T, E), residual r (..., T, D) -> (..., T, D). With `read = lambda i, a: a @ W[i]` all rows see the same W; the chunk
-    form of omega.py reads row t at W_t without ever forming W_t. `norm` divides by the RMS before the residual  (choice 11).
-    """
-    return output(kind, answer(kind, read, x), r, norm)
-
-
-def answer(kind, read, x):
-    """What the last matrix of the memory reads."""
+def apply(kind, W, x, r, norm=False):
+    """M(x; W): x (..., T, E), residual r (..., T, D) -> (..., T, D); `norm` divides by the RMS before the residual  (choice 11)."""
     if kind == "linear":
-        return read(0, x)
-    if kind == "mlp":
-        return read(1, F.gelu(read(0, x)))                                       # Eq 42
-    return read(2, F.gelu(read(0, x)) * read(1, x))                              # Eq 43
+        f = x @ W[0]
+    elif kind == "mlp":
+        f = F.gelu(x @ W[0]) @ W[1]                                              # Eq 42
+    else:
+        f = (F.gelu(x @ W[0]) * (x @ W[1])) @ W[2]                               # Eq 43
+    return output(kind, f, r, norm)
 
 
 def output(kind, f, r, norm=False):
-    """What the memory answers, where f is what its last matrix does."""
+    """What the memory answers, where f is what its last matrix produces."""
     if kind == "linear":
         return f
     return r + (F.rms_norm(f, f.shape[-1:], eps=EPS) if norm else f)
@@ -71,7 +65,7 @@ def feature_major(x):
 
 
 def product(x, W):
-    """x W, for a feature-major x as (W^T x^T)^T: its gradient then lies as x does, and need not be reordered."""
+    """x W, contiguous; a feature-major x is multiplied as it lies, (W^T x^T)^T."""
     return mm(W.mT, x.mT).transpose(-2, -1).contiguous() if feature_major(x) else mm(x, W)
 
 
@@ -85,11 +79,11 @@ def add_product(y, a, b):
     return torch.baddbmm(y, a, b, out=y)
 
 
-def transposed_product(g, W, x, plus=None):
-    """g W^T, the gradient of x where g is that of x W, and what else there is of it (`plus`); it lies in memory as x does."""
-    if feature_major(x):
-        return (mm(W, g.mT) if plus is None else add_product(plus.mT, W, g.mT)).mT
-    return mm(g, W.mT) if plus is None else add_product(plus, g, W.mT)
+def transposed_product(g, W, x, into=None):
+    """g W^T, the gradient of x where g is that of x W; it lies in memory as x does. Added to `into`, in its place, if that is given."""
+    if feature_major(x if into is None else into):            # across, oneDNN takes a thousand times as long
+        return (mm(W, g.mT) if into is None else add_product(into.mT, W, g.mT)).mT
+    return mm(g, W.mT) if into is None else add_product(into, g, W.mT)
 
 
 def loss(kind, y, v):

@@ -1,4 +1,4 @@
-"""models.py - from tokens to logits: configuration, layers, blocks, the language model, and the paper's Table 1 as data.
+"""models.py - from tokens to logits: configuration, layers, blocks, the language model, and the paper's models as data.
 
     block(x) = x + mixer(norm(x)),  then  x + SwiGLU(norm(x))                                   ATLAS Figure 3 (left)
     mixer    = a memory that learns at test time (Figure 3, right), attention, or both wired as in Titans Eq 19-31
@@ -32,7 +32,7 @@ def opt(default, help, **more):
 
 @dataclass
 class Config:
-    """Everything that is needed to rebuild the network; train.py makes one flag of each field and saves it in the checkpoint."""
+    """All it takes to rebuild the network; train.py makes a flag of each field but vocab_size and saves all in the checkpoint."""
     vocab_size: int = opt(65, "number of tokens; set from the tokenizer")
     n_layer: int = opt(2, "blocks")
     n_head: int = opt(8, "heads; each has its own memory")
@@ -63,7 +63,7 @@ class Config:
                       choices=("start", "zero"))
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
     gate: str = opt("token", "gamma: a learned weight for each token of the window, or all equal", choices=("token", "uniform"))
-    max_step: float = opt(2.0, "upper bound of the inner step sizes eta of a whole chunk together")
+    max_step: float = opt(2.0, "upper bound of the sum of a chunk's inner step sizes eta: each is at most max_step / chunk")
     max_norm: float = opt(50.0, "largest norm of a fast weight matrix at a chunk boundary: no text can make it run away; 0: no bound")
     attn_window: int = opt(64, "sliding window of attention in tokens, the segment of mac; 0 is full attention")
     mlp_hidden: int = opt(0, "hidden width of the SwiGLU; 0 takes 8/3 of n_embd")
@@ -106,14 +106,15 @@ class Config:
                           forget=self.forget, norm=self.memory_norm, ball=self.max_norm)
 
 
-# Table 1 of the paper as differences from Config's defaults: `atlas`, but for its longer chunks. A blank is the default: polynomial phi.
+# The paper's models as differences from Config's defaults, which are those of `atlas` but for its longer chunks. Where a column is
+# blank the default holds (of phi: monomials).
 _simple = dict(momentum=False, muon=False)
 PRESETS = {
     "transformer":     dict(mixer="attention", head_dim=0, attn_window=0),
     "swa":             dict(mixer="attention", head_dim=0),
     #                       memory           loss        window    phi               alpha       algorithm
     "linear":          dict(memory="linear", loss="dot", window=1, features="none",  keep=False, **_simple),         # Eq 45
-    "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none",  keep=False, **_simple),         # Eq 47
+    "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none",  keep=False, **_simple),         # Eq 47, exact with --chunk 1
     "titans":          dict(memory="mlp",    loss="l2",  window=1, features="none",              muon=False),        # Eq 12, 13, choice 4
     "dla":             dict(memory="mlp",    loss="dot", window=1, memory_norm=True,             **_simple),         # Eq 19
     "swla":            dict(memory="linear", loss="dot", window=8, features="none",              **_simple),         # Eq 55, D.2
@@ -249,11 +250,11 @@ class Memory(nn.Module):
         H, c = self.config.n_head, self.config
         if self.conv is not None:                             # each channel begins with a mixture of four tokens of its own
             nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
-        if c.memory != "linear":                              # |x| = 1, so this gives hidden units and outputs of size about 1
+        if c.memory != "linear":                              # a key of length 1 makes hidden units, as a vector, of length about 1
             for W in self.M0:
-                nn.init.normal_(W, std=W.shape[2 if W.shape[1] == self.phi.out_dim else 1] ** -0.5)
+                nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)             # their number
         nn.init.normal_(self.gates.weight, std=0.02)
-        bias = [torch.linspace(1, 6, H)[:, None],             # keep 0.73 .. 0.998: heads remember for different spans
+        bias = [torch.linspace(1, 6, H)[:, None],             # keep 0.73 .. 0.998: heads remember for different spans  (choice 16)
                 torch.full((H, 1), -1.0), torch.zeros(H, self.n_gates[2]), torch.zeros(H, self.n_gates[3])]
         self.gates.bias.data = torch.cat(bias, 1).flatten()
 
@@ -298,11 +299,11 @@ class Memory(nn.Module):
 
     def retrieve(self, x, W, keys=None):
         """M*(q), Titans Eq 21: what the fast weights W recall for x, without writing: (B, T, n_embd) -> (B, T, n_embd)."""
-        q = unit(at_least_float32(self.heads(F.silu(self.qkv(x).chunk(3, -1)[0]))))
+        q = unit(at_least_float32(self.heads(F.silu(self.qkv(x).chunk(3, -1)[0]))))              # no convolution: choice 18
         with torch.autocast(x.device.type, enabled=False):
             rows = self.phi(q) if keys is None else omega.kernel_rows(q, keys)
             rule = self.config.rule()
-            y = memory.apply(rule.memory, lambda i, a: a @ W[i], rows, q, rule.norm)
+            y = memory.apply(rule.memory, W, rows, q, rule.norm)
         return self.finish(x, y)
 
 
@@ -392,11 +393,13 @@ class WiringState(NamedTuple):
 
 
 class Wiring(nn.Module):
-    """Memory and attention together, with persistent tokens p, after Titans (section 4). M(..) learns as it reads.
+    """Memory and attention together, with persistent tokens p, after Titans (section 4, and its equation numbers).
 
-        mag   y = SWA*(p | x),  o = norm(y) * sigmoid(norm(M(p | x)))                                   Titans Eq 26 - 28
-        mal   o = SWA(norm(M(p | x)))                                                                   Titans Eq 29 - 31
-        mac   h = M*(x) at the segment's start,  y = Attn(p | h | x),  o = norm(y) * sigmoid(norm(M(y)))  Eq 21 - 25
+    M(..) learns as it reads; M*(..) only reads, the memory at the segment's start.
+
+        mag   y = SWA*(p | x),  o = norm(y) * sigmoid(norm(M(p | x)))                    Eq 26 - 28
+        mal   o = SWA(norm(M(p | x)))                                                    Eq 29 - 31
+        mac   h = M*(x),  y = Attn(p | h | x),  o = norm(y) * sigmoid(norm(M(y)))        Eq 21 - 25
     """
 
     def __init__(self, config):
@@ -470,7 +473,7 @@ class Wiring(nn.Module):
                 state = state._replace(memory=self.memory.start(x))
             if not state.frozen:
                 state = state._replace(frozen=(omega.total(state.memory.rule), state.memory.rule.keys))
-            context.insert(0, self.memory.retrieve(x, *state.frozen))                            # Eq 21
+            context.insert(0, self.memory.retrieve(x, *state.frozen))                            # Titans Eq 21
         q = rope(a.q_norm(next(a.project(x))), pos)
         ks, vs = zip(*[(rope(a.k_norm(k), pos), v) for _, k, v in map(a.project, context)])
         ks, vs = (torch.stack(s, 2) for s in (ks, vs))                                           # (B, H, 1 or 2, T, D)
@@ -483,13 +486,13 @@ class Wiring(nn.Module):
             _, pk, pv = (z.expand(len(x), -1, -1, -1) for z in a.project(self.persistent[None]))
             k, v = torch.cat([a.k_norm(pk), k], 2), torch.cat([pv, v], 2)
             mask = F.pad(mask, (pk.shape[2], 0), value=True)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)                              # Eq 22, 23
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)                              # Titans Eq 22, 23
         y = a.out(y.transpose(1, 2).flatten(2))
         m = None
         if self.memory:
-            m, memory_state = self.memory(y, state.memory)                                       # Eq 24: write y, then read it
+            m, memory_state = self.memory(y, state.memory)                                       # Titans Eq 24: write y, then read it
             state = state._replace(memory=memory_state)
-        return self.gated(y, m), state._replace(attention=AttentionState(ks, vs, pos + T))        # Eq 25
+        return self.gated(y, m), state._replace(attention=AttentionState(ks, vs, pos + T))        # Titans Eq 25
 
 
 class SwiGLU(nn.Module):
@@ -602,7 +605,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 def build(preset="atlas", **overrides):
-    """A language model from Table 1: a preset's differences from Config's defaults, then `overrides` (fields of Config).
+    """A language model: a preset's differences from Config's defaults, then `overrides` (fields of Config).
 
     Raises ValueError for an unknown preset, field or value.
     """

@@ -11,8 +11,8 @@ call, and where that pays (`plan`) on the small Gram matrix G = X X^T: a step mu
     R <- Q R,   G <- Q G Q,   and at the end   X <- R X
 
 All of R, Q, G are polynomials of the first G: symmetric, and they commute. But G squares the condition of X, and a step multiplies by a^2
-what rounding has left of its smallest eigenvalues; after AT_MOST steps G is taken from X again. (Five on one G cost the gradient of a
-model's parameters in float32 1 - 2 % of their norms, where X X^T in each step costs 0.005 %.)
+what rounding has left of its smallest eigenvalues; after AT_MOST steps G is taken from X again. (README, Speed: what five on one G cost
+a gradient in float32.)
 """
 from functools import lru_cache
 from itertools import islice
@@ -54,7 +54,7 @@ def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype
     S may be a tuple of such stacks, of any shapes: all of the same short side then share one iteration. Scale invariant: NS(c S) =
     NS(S) for c > 0, but |S|^2 has to fit the dtype; NS(0) = 0 with zero gradient. The outer gradient goes through (choice 14), or
     with `straight_through` past the iteration as if NS(S) were S / |S|_F. `dtype`: that of the iteration, if not that of S. Raises
-    ValueError for unknown coefficients, and for less than one step. (chunks.py calls `orthogonalize` and its gradient by itself.)
+    ValueError for unknown coefficients, and for less than one step. (The memory calls `orthogonalize` and its gradient: chunks.py.)
     """
     stacks = S if isinstance(S, tuple) else (S,)
     out = NewtonSchulz.apply((steps, coefficients, straight_through, dtype, exact_products(stacks[0].device)), *stacks)
@@ -180,15 +180,15 @@ def iterate_backward(S, saved, dX, a, b, c, straight_through):
     return [scale * (dX - start * (start * dX).sum((-2, -1), keepdim=True))]     # through the norm
 
 
-def product(S, X):
-    """S X^T on the short side of S."""
+def inner(S, X):
+    """S X^T on the short side of S: (s, s)."""
     return torch.bmm(S.mT, X) if S.shape[-2] > S.shape[-1] else torch.bmm(S, X.mT)
 
 
-def times(R, S, plus=None):
-    """R S on the short side of S, for a symmetric R; added to `plus`, in its place."""
+def times(R, S, into=None):
+    """R S on the short side of S, for a symmetric R; added to `into`, in its place, if that is given."""
     a, b = (S, R) if S.shape[-2] > S.shape[-1] else (R, S)
-    return torch.bmm(a, b) if plus is None else plus.baddbmm_(a, b)
+    return torch.bmm(a, b) if into is None else into.baddbmm_(a, b)
 
 
 def all_times(R, stacks):
@@ -208,7 +208,7 @@ def iterate_on_gram(stacks, steps, a, b, c):
     """
     X, saved = stacks, []
     for run, n in enumerate(runs(steps)):
-        G, R, Gs, Qs = torch.cat([product(x, x) for x in X]), None, [], []
+        G, R, Gs, Qs = torch.cat([inner(x, x) for x in X]), None, [], []
         if not run:
             square = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]         # |S|^2
             tiny = torch.finfo(G.dtype).tiny * 1e3
@@ -240,7 +240,7 @@ def iterate_on_gram_backward(stacks, saved, dX, steps, a, b, c):
     for R, *_ in kept[:-1]:                                   # X before each run: a product each, for less memory
         Xs.append(all_times(R, Xs[-1]))
     for run, (X, (R, Gs, Qs)) in reversed(list(enumerate(zip(Xs, kept)))):
-        dR = doubled(torch.cat([product(d, x) for d, x in zip(dX, X)]))
+        dR = doubled(torch.cat([inner(d, x) for d, x in zip(dX, X)]))
         dG = gradient_of_G(Gs, Qs, dR if run else dR * scale, b, c)
         if not run:                                           # G = G0 / |S|^2, R has 1 / |S|, and |S|^2 is the trace of G0
             along = (dG * Gs[0]).sum((-2, -1), keepdim=True) + 0.5 * (dR * R).sum((-2, -1), keepdim=True)

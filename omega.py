@@ -18,10 +18,12 @@ products a chunk: at a fixed anchor a token's gradient is x^T d, so
     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i        P = -A diag(step) Theta Gate,  u = -A diag(step) momprod
     r_t W_t = keepprod * (R W_0) + u * (R S_0) + (P o (R X^T)) D    for all rows r_t at once: attention with P for a softmax
 
-with A[t, n] = prod keep_{n+1..t} and Theta[t, n] = prod momentum_{n+1..t}. No per-token weight is formed. With Newton-Schulz
-the S_t at the start of each m-token block is formed, and r_t W_t is two products with that block's weights.
+with A[t, n] = prod keep_{n+1..t}, Theta[t, n] = prod momentum_{n+1..t}; keepprod_t and momprod_t are the products from the chunk's first
+token to t, W_0 and S_0 the memory and its momentum before the chunk, r_t, x_i and d_i the rows of R, X and D (in this formula alone not
+the head dim), and o multiplies elementwise. No per-token weight is formed. With Newton-Schulz the S_t at the start of each m-token block
+is, and r_t W_t is two products with that block's weights.
 
-Here is all that depends on the gates alone (Mixing), and the way from tokens to chunks and back; chunks.py computes the products.
+Here is all that depends on the gates alone (`mixing`), and the way from tokens to chunks and back; chunks.py computes the products.
 N stands for B H, c for the tokens of a chunk, n for the pairs they learn from.
 """
 import sys
@@ -91,14 +93,14 @@ class State(NamedTuple):
     zero: bool = False                                        # W (counted from M0) and S are still zero: products with them are skipped
 
 
-def start(rule, phi, M0, batch, S0=None, momentum=True):
+def start(rule, phi, M0, batch, momentum=True):
     """The state before the first token: W = M0 for every sequence, S = 0 (choice 10). M0: matrices (H, in, out)."""
     W = tuple(w.expand(batch, *w.shape) for w in M0)
-    base = tuple(M0) if rule.forget == "start" else ()
+    base = tuple(M0) if rule.forget == "start" else ()        # choice 21
     W = tuple(torch.zeros_like(w) for w in W) if base else W
-    S = () if not momentum else S0 or tuple(torch.zeros_like(w) for w in W)
+    S = tuple(torch.zeros_like(w) for w in W) if momentum else ()
     none = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
-    return State(base, W, S, W, (), none, none, none if phi.kind == "exp" else None, 0, bool(base) and S0 is None)
+    return State(base, W, S, W, (), none, none, none if phi.kind == "exp" else None, 0, bool(base))
 
 
 def total(state):
@@ -115,25 +117,23 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     q, k, v (B, H, T, D), gates and state as in their classes -> y (B, H, T, D), state. Slow: for reading and for tests.
     ValueError for `exp` features, of which no phi(x) can be written out.
     """
-    if phi.kind == "exp":
-        raise ValueError("omega_ref needs features that can be written out, not exp; omega has them")
     pos, n = state.pos, state.k.shape[2]
 
     def one(M0, W, S, anchor, O, xq, q, xs, ks, vs, keep, step, momentum, gate):     # one sequence, one head
-        def window_loss(W, i, weights):
-            return sum(w * memory.loss(rule.loss, M(W, xs[j], ks[j]), vs[j]) for w, j in zip(weights, i))
+        def window_loss(W, pairs, weights):
+            return sum(w * memory.loss(rule.loss, M(W, xs[i], ks[i]), vs[i]) for w, i in zip(weights, pairs))
 
         def M(W, x, r):
             W = tuple(a + b for a, b in zip(M0, W)) if M0 else W
-            return memory.apply(rule.memory, lambda i, rows: rows @ W[i], x, r, rule.norm)
+            return memory.apply(rule.memory, W, x, r, rule.norm)
 
         ys = []
         for t in range(len(q)):
             if (pos + t) % rule.chunk == 0:
-                anchor = W
-            i = range(max(0, n + t - rule.window + 1), n + t + 1)                # this token and the window - 1 before it
-            g = grad(window_loss)(anchor, i, gate[t, rule.window - len(i):])
-            S = tuple(momentum[t] * s + g for s, g in zip(S, g)) if len(momentum) else g         # Eq 33
+                anchor = W                                                       # Eq 16; Eq 15 where a chunk is a token
+            pairs = range(max(0, n + t - rule.window + 1), n + t + 1)            # this token and the window - 1 before it
+            g = grad(window_loss)(anchor, pairs, gate[t, rule.window - len(pairs):])             # Eq 9
+            S = tuple(momentum[t] * s + d for s, d in zip(S, g)) if len(momentum) else g         # Eq 33
             if rule.muon_every == 0:
                 O = S
             elif (pos + t) % rule.chunk % rule.muon_every == 0:
@@ -141,7 +141,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32, choices 4 and 5
             ys.append(M(W, xq[t], q[t]))                                         # choice 3: read after write
             if (pos + t + 1) % rule.chunk == 0:
-                W = rule.bound(W)
+                W = rule.bound(W)                                                # choice 22
         return torch.stack(ys), W, S if len(momentum) else (), anchor, O
 
     gates = (() if g is None else g for g in gates)
@@ -157,39 +157,11 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 # ---------------------------------------------------------------------------------------------------------------------------
 # The chunk-parallel form.
 
-class Tokens(NamedTuple):
-    """Chunks of c tokens to read at and of n pairs to learn from: their c, the window - 1 before them, idle ones of weight 0."""
-    xq: torch.Tensor                                          # (chunks, N, c, E)  phi(q)
-    xk: torch.Tensor                                          # (chunks, N, n, E)  phi(k)
-    v: torch.Tensor                                           # (chunks, N, n, D)  memory.target(k, v)
-    write: torch.Tensor | None                                # (chunks, N, n, E)  what x_i^T d_i is made of, if not phi(k)
-    inner: torch.Tensor | None                                # (chunks, N, c, n)  phi(q) phi(k)^T, if there is a shorter way to it
-
-
-class Mixing(NamedTuple):
-    """Everything in the formulas above that depends on the gates alone, for chunks of c tokens and n pairs (as in Tokens).
-
-    `...` is (chunks, N).
-    """
-    # without Newton-Schulz     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i,   S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
-    # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1, W, without momentum
-    coef: torch.Tensor | None = None                          # (..., c, s, 1)  keepprod and u = -A diag(step) momprod
-    P: torch.Tensor | None = None                             # (..., c, n)  -A diag(step) G
-    last: torch.Tensor | None = None                          # (..., n, s, 1)  the last rows of P and G
-    ends: torch.Tensor | None = None                          # (..., s, 1, 1)  the last keepprod and momprod
-    across: torch.Tensor | None = None                        # (..., 1, 1)  the last u
-    # with Newton-Schulz, in blocks of m tokens (or one block of c <= m)     W_t = since_t W_j + own_t O_j     W_j before block j, W_0 the first
-    # coef is (..., blocks, m, 2, 1): keep from the block's first token to t (since), minus the sum of A[t, n] step_n over n <= t in the block (own)
-    shares: torch.Tensor | None = None                        # (..., blocks, 1 + blocks)  of W_0 and of O_0 .. in the W after each block
-    G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } at the tokens at which it is refreshed,
-    momprod: torch.Tensor | None = None                       # (..., r, 1)               } and the last
-
-
 def log(gate):
     return gate.clamp_min(torch.finfo(gate.dtype).tiny).log()
 
 
-def products(factors):
+def cumprod(factors):
     """factors (..., c) -> prod factors_{1..t} (..., c, 1)."""
     return log(factors).cumsum(-1).exp()[..., None]
 
@@ -251,20 +223,21 @@ def band(gate):
 
 
 def mixing(rule, gates, pos):
-    """Mixing of chunks whose gates are (..., c) and (..., c, window).
+    """What depends on the gates alone, for chunks whose gates are (..., c) and (..., c, window): a dict of fields of chunks.Part.
 
     With Newton-Schulz their first token is the pos-th of its block; the r rows of G are the tokens at which it is refreshed, and the last.
     """
     c, m = gates.keep.shape[-1], rule.muon_every
     if not m:                                                 # the rule itself, for the coefficients of W_0, S_0 and the pairs
-        keepprod, minus_step = products(gates.keep), -gates.step[..., None]
+        keepprod, minus_step = cumprod(gates.keep), -gates.step[..., None]
         if gates.momentum is None:
             P, P_last = recur(gates.keep, band(minus_step * gates.gate))
-            return Mixing(keepprod[..., None], P, P_last[..., None, None], keepprod[..., -1:, :, None])
-        momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, band(gates.gate))      # Eq 33, 39
+            return dict(coef=keepprod[..., None], P=P, last=P_last[..., None, None], ends=keepprod[..., -1:, :, None])
+        momprod, (G, G_last) = cumprod(gates.momentum), recur(gates.momentum, band(gates.gate))      # Eq 33, 39
         (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
         coef, last = torch.stack([keepprod, u], -2), torch.stack([P_last, G_last], -1)[..., None]
-        return Mixing(coef, P, last, torch.cat([keepprod[..., -1:, :], momprod[..., -1:, :]], -2)[..., None], u_last[..., None])
+        ends = torch.cat([a[..., -1:, :] for a in (keepprod, momprod)], -2)[..., None]
+        return dict(coef=coef, P=P, last=last, ends=ends, across=u_last[..., None])
     rows = lambda a: torch.cat([a[..., -pos % m::m, :], a[..., -1:, :]], -2)     # where it is refreshed, and the last
     if gates.momentum is None:
         momprod, G = None, rows(band(gates.gate))
@@ -277,7 +250,7 @@ def mixing(rule, gates, pos):
     own, own_last = recur(keep, minus_step[..., None])
     kept, A = decay(log(keep).sum(-1))
     shares = torch.cat([kept, A * own_last.mT], -1)
-    return Mixing(torch.stack([products(keep), own], -2), shares=shares, G=G, momprod=momprod)
+    return dict(coef=torch.stack([cumprod(keep), own], -2), shares=shares, G=G, momprod=momprod)
 
 
 def omega(rule, phi, q, k, v, gates, state):
@@ -308,9 +281,9 @@ def omega(rule, phi, q, k, v, gates, state):
         cq, ck, cv = fold(q), look(ks), look(targets)
         cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (fold(xq), look(xk))
         inner = phi.inner(cq, ck) if phi.kind in ("monomial", "exp") and not rule.muon_every else None
-        tokens = Tokens(cxq, cxk, cv, None if write_xk is None else look(write_xk), inner)
         mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), state.pos % max(1, rule.muon_every))
-        z, state = (chunks.muon_run if rule.muon_every else chunks.linear_run)(rule, state, tokens, mix, len(q))
+        parts = chunks.Part(cxq, cxk, cv, None if write_xk is None else look(write_xk), inner, **mix)
+        z, state = (chunks.muon_run if rule.muon_every else chunks.linear_run)(rule, state, parts, len(q))
         z = z.unflatten(1, (len(q), -1)).movedim(0, 2).flatten(2, 3)                              # (B, H, T, D)
         ys.append(memory.output(rule.memory, z, q[:, :, now], rule.norm))
         t = now.stop

@@ -97,7 +97,7 @@ def blocks(n, factors):
 
 
 class Features(nn.Module):
-    """phi, applied to the last dimension: (..., D) -> (..., E). `inner(x, y)` gives phi(x) phi(y)^T without forming phi.
+    """phi, applied to the last dimension: (..., D) -> (..., E). `inner(x, y)` gives phi(x) phi(y)^T, by the kernel where there is one.
 
     kind     one of FEATURES                          degree      p, for monomial and elementwise
     sketch_dim  features of the degree-2 sketch       seed        of the sketch's fixed random matrices
@@ -122,10 +122,12 @@ class Features(nn.Module):
             self.register_buffer("sketch", torch.randn(2, dim, sketch_dim, generator=g) / sketch_dim ** 0.25)
 
     def forward(self, x):
-        """phi(x): (..., n, D) -> (..., n, E); monomials lie feature-major in memory, (..., E, n)."""
-        s = getattr(self, "scale", None)
-        if self.kind in ("none", "exp"):
+        """phi(x): (..., n, D) -> (..., n, E); monomials lie feature-major in memory, (..., E, n). ValueError for `exp`."""
+        if self.kind == "exp":
+            raise ValueError("exp features are infinitely many and cannot be written out; omega() has them, by their kernel")
+        if self.kind == "none":
             return x
+        s = self.scale
         if self.kind == "elementwise":                        # s_0 + s_1 x + s_2 x^2 ..: E = D, no products of variables
             return sum(s[i] * x ** i for i in range(self.degree + 1))
         if self.kind == "sketch":
@@ -134,7 +136,7 @@ class Features(nn.Module):
         return Monomials.apply(x, s, self.degrees, self.multinomial.sqrt(), self.degree).mT
 
     def inner(self, x, y):
-        """phi(x) phi(y)^T: (..., n, D), (..., m, D) -> (..., n, m), through the kernel where there is one (cheaper by E / D)."""
+        """phi(x) phi(y)^T: (..., n, D), (..., m, D) -> (..., n, m); a kernel is cheaper by E / D."""
         if self.kind == "exp":
             return (x @ y.mT).exp()                           # Eq 23
         if self.kind != "monomial":

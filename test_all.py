@@ -365,7 +365,7 @@ def test_memory_formula(kind, norm):
     M = {"linear": lambda A: x @ A,
          "mlp": lambda A, B: r + normed(gelu(x @ A) @ B),
          "gated": lambda A, B, C: r + normed((gelu(x @ A) * (x @ B)) @ C)}[kind](*W)
-    close(memory.apply(kind, lambda i, rows: rows @ W[i], x, r, norm), M)
+    close(memory.apply(kind, W, x, r, norm), M)
 
 
 def test_losses():
@@ -384,7 +384,7 @@ def test_memory_gradients(kind, loss, norm):
     """The closed form against autograd of the printed loss; fla's Titans has two forms that agree, and both are wrong."""
     x, r, v = randn(2, 7, 5), randn(2, 7, 3), 2 * randn(2, 7, 3)
     W = [w.requires_grad_() for w in weights(kind, 5, 3, 4, 2)]
-    expect = torch.autograd.grad(memory.loss(loss, memory.apply(kind, lambda i, rows: rows @ W[i], x, r, norm), v), W)
+    expect = torch.autograd.grad(memory.loss(loss, memory.apply(kind, W, x, r, norm), v), W)
     pairs, _ = memory.gradients(kind, loss, memory.pack(W), x, memory.target(kind, loss, r, v), norm)
     for (a, d), g in zip(pairs, memory.pack(expect), strict=True):
         close(a.mT @ d, g)
@@ -427,7 +427,9 @@ def problem(kind, loss, window, T, momentum=True, features="monomial", degree=2,
 def learn(fn, rule, phi, x, cuts=()):
     """Run `fn` over the tokens, in pieces that begin at `cuts`: y, final state."""
     M0, S0 = (tuple(a for name, a in x.items() if name.startswith(which)) for which in ("M0", "S0"))
-    state = start(rule, phi, M0, len(x["q"]), S0=S0 or None, momentum=x.get("momentum") is not None)
+    state = start(rule, phi, M0, len(x["q"]), momentum=x.get("momentum") is not None)
+    if S0:                                                    # more than the rule starts with, and so no longer at rest
+        state = state._replace(S=S0, zero=False)
     ys = []
     for a, b in zip((0, *cuts), (*cuts, x["q"].shape[2])):
         q, k, v, *gates = (None if x.get(name) is None else x[name][:, :, a:b] for name in ("q", "k", "v", *Gates._fields))
@@ -592,7 +594,7 @@ def test_step_zero_reads_M0(kind, muon_every, forget, fn):
     x["keep"] = torch.ones(2, 2, 6).double() if forget == "zero" else x["keep"]
     M0 = [a for name, a in x.items() if name.startswith("M0")]
     y, _ = learn(fn, Rule(kind, "l2", 3, 4, muon_every, forget=forget), phi, x)
-    close(y, memory.apply(kind, lambda i, rows: rows @ M0[i], phi(x["q"]), x["q"]))
+    close(y, memory.apply(kind, M0, phi(x["q"]), x["q"]))
 
 
 def test_extreme_gates():
@@ -2553,6 +2555,19 @@ def test_matmul_by_itself(can, exact, best, monkeypatch):
     assert seen == [best, "highest", best, "medium", "medium", "medium", best]
 
 
+def test_no_product_is_one_of_plain_loops(capfd):
+    """oneDNN has no kernel that adds a product to a matrix whose rows lie across: a layer of degree 1 took 2.3 times as long."""
+    torch.set_float32_matmul_precision("medium")
+    tokens = torch.randint(65, (1, 256))
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        for preset, more in (("atlas", {}), ("omeganet", {}), ("omeganet", dict(degree=1, expansion=2)), ("titans", dict(memory="gated"))):
+            models.build(preset, n_layer=1, **more).loss(tokens, tokens).backward()
+    products = [line for line in capfd.readouterr().out.splitlines() if "exec,cpu,matmul" in line]
+    if not products:
+        pytest.skip("oneDNN has no part in products on this CPU")
+    assert not [line for line in products if "matmul,ref" in line]
+
+
 def test_denormals_are_flushed():
     """On an Intel core the gates' decay over a chunk makes a training step take half as long again."""
     before = torch.tensor(1e-30)
@@ -3125,7 +3140,7 @@ MUTANTS = [
     ("NS ignores the precision asked for", "muon.py", "short(S * scale).to(dtype or S.dtype)", "short(S * scale)", "test_ns_half_precision"),
     ("all steps on one Gram matrix", "muon.py", "AT_MOST = 3", "AT_MOST = 5", "test_ns_gradient_in_float32"),
     ("Gram matrices of coarse products", "muon.py", "plain = not gram or ", "plain = ", "test_ns_where_products_are_coarse"),
-    ("the chunk form does not ask for exact products", "chunks.py", "rule.ns_gram and exact_products(tokens.v.device)", "rule.ns_gram",
+    ("the chunk form does not ask for exact products", "chunks.py", "rule.ns_gram and exact_products(parts.v.device)", "rule.ns_gram",
      "test_ns_where_products_are_coarse"),
     ("positions in float32", "models.py", 'x.device.type == "mps"', "True", "test_rope_far_into_a_stream"),
     ("a norm's eps goes with the dtype", "models.py", ", eps=2**-23)", ")", "test_norm_is_one_function_in_every_precision"),
@@ -3180,9 +3195,9 @@ MUTANTS = [
     ("reference: reads the anchor", "omega.py", "M(W, xq[t], q[t])", "M(anchor, xq[t], q[t])", "test_linear_attention"),
     ("reference: window one too short", "omega.py", "max(0, n + t - rule.window + 1), n", "max(0, n + t - rule.window + 2), n",
      "test_swla_by_brute_force"),
-    ("reference: gates in reverse", "omega.py", "in zip(weights, i))", "in zip(weights.flip(0), i))", "test_swla_by_brute_force"),
+    ("reference: gates in reverse", "omega.py", "in zip(weights, pairs))", "in zip(weights.flip(0), pairs))", "test_swla_by_brute_force"),
     ("reference: nothing is forgotten", "omega.py", "keep[t] * w -", "w -", "test_retention"),
-    ("reference: momentum of the next token", "omega.py", "tuple(momentum[t] * s + g", "tuple(momentum[t - 1] * s + g", "test_titans"),
+    ("reference: momentum of the next token", "omega.py", "tuple(momentum[t] * s + d", "tuple(momentum[t - 1] * s + d", "test_titans"),
     ("reference: no Newton-Schulz", "omega.py", "O = tuple(newton_schulz_ref(s, *rule.newton_schulz) for s in S)", "O = S", "test_atlas_linear"),
     ("reference: NS overwrites the momentum", "omega.py", "O = tuple(newton_schulz_ref(", "S = O = tuple(newton_schulz_ref(",
      "test_atlas_linear"),
@@ -3190,7 +3205,7 @@ MUTANTS = [
      "W = tuple((newton_schulz_ref if rule.muon_every else torch.clone)(keep[t] * w - step[t] * o) for", "test_atlas_linear"),
     ("reference: step inside NS, where it has no effect", "omega.py", "- step[t] * o for", "- (o if rule.muon_every else step[t] * o) for",
      "test_atlas_linear"),
-    ("reference: all gradients at M0 (atlas-pytorch)", "omega.py", "                anchor = W\n", "                anchor = anchor\n",
+    ("reference: all gradients at M0 (atlas-pytorch)", "omega.py", "                anchor = W  ", "                anchor = anchor  ",
      "test_delta_rule"),
     ("a random memory at every start (Todd_Atlas)", "omega.py", "    return State(base, W, S, W, ()",
      "    W = tuple(w + 0.1 * torch.randn_like(w) for w in W)\n    return State(base, W, S, W, ()", "test_step_zero_reads_M0"),
@@ -3266,9 +3281,10 @@ MUTANTS = [
      "test_omega_is_omega_ref[titans]"),
     ("gradient of the error: through the norm", "memory.py", "- n * (mean(dn * e) + mean(n * dy))", "- n * mean(n * dy)", "test_memory_gradients_outer"),
     ("a memory that stays zero", "chunks.py", "pos=pos, zero=False)", "pos=pos, zero=state.zero)", "test_omega_is_omega_ref[from rest]"),
-    ("W taken for zero where it is not counted from M0", "omega.py", "bool(base) and S0 is None", "S0 is None",
+    ("W taken for zero where it is not counted from M0", "omega.py", "None, 0, bool(base))", "None, 0, True)",
      "test_omega_is_omega_ref[omeganet]"),
-    ("S0 taken for zero", "omega.py", "bool(base) and S0 is None", "bool(base)", "test_omega_is_omega_ref[forget what was written]"),
+    ("exp features, written out as keys", "poly.py", '        if self.kind == "exp":\n            raise ValueError',
+     '        if self.kind == "exp":\n            return x\n            raise ValueError', "test_exp_has_no_reference_and_no_newton_schulz"),
     ("a block keeps what blocks before it forgot", "omega.py", "kept, A = decay(log(keep).sum(-1))", "kept, A = decay(0 * log(keep).sum(-1))",
      "test_omega_is_omega_ref[atlas, mid-block]"),
     ("missing tokens of a block forget", "omega.py", "(gates.keep, 1.0)", "(gates.keep, 0.9)",
@@ -3286,7 +3302,7 @@ MUTANTS = [
      "test_delta_rule"),
     ("the anchor of an earlier chunk", "chunks.py", "anchor=state.anchor if pos else W,", "anchor=state.anchor,", "test_omega_splits_anywhere"),
     ("the anchor moves at every call (atlas-rnn)", "chunks.py", "if state.zero or not state.pos:", "if True:", "test_omega_splits_anywhere"),
-    ("sign of the write", "omega.py", "products(gates.keep), -gates.step", "products(gates.keep), gates.step", "test_linear_attention"),
+    ("sign of the write", "omega.py", "cumprod(gates.keep), -gates.step", "cumprod(gates.keep), gates.step", "test_linear_attention"),
     ("decay counts the token's own keep", "omega.py", "- logs[..., None, :] + above", "- logs.roll(1, -1)[..., None, :] + above",
      "test_recurrence"),
     ("a row keeps as much as the row before it", "omega.py", "by[t], take[t - 1]", "by[t - 1], take[t - 1]", "test_retention"),
@@ -3411,10 +3427,10 @@ MUTANTS = [
     ("--remat ignored", "train.py", "    model.remat = tc.remat\n", "", "test_remat_is_the_same_run"),
     ("remat forgets the dropout", "models.py", "use_reentrant=False)", "use_reentrant=False, preserve_rng_state=False)",
      "test_remat_is_bit_equal_in_less_memory[transformer]"),
-    ("no bound on the memory", "chunks.py", "if whole and rule.ball:\n            balls.a", "if False:\n            balls.a", "test_no_text_makes_the_memory_run_away[omeganet]"),
+    ("no bound on the memory", "chunks.py", "if closes and rule.ball:\n            balls.a", "if False:\n            balls.a", "test_no_text_makes_the_memory_run_away[omeganet]"),
     ("no bound on the memory with Newton-Schulz", "omega.py", "if not self.ball:", "if True:", "test_ball_is_the_reference[atlas]"),
-    ("the bound within a chunk", "chunks.py", "if whole and rule.ball:\n            balls.a", "if rule.ball:\n            balls.a", "test_ball_is_the_reference[omeganet]"),
-    ("the bound within a chunk of Newton-Schulz", "chunks.py", "if whole and rule.ball:\n        balls =", "if rule.ball:\n        balls =",
+    ("the bound within a chunk", "chunks.py", "if closes and rule.ball:\n            balls.a", "if rule.ball:\n            balls.a", "test_ball_is_the_reference[omeganet]"),
+    ("the bound within a chunk of Newton-Schulz", "chunks.py", "if closes and rule.ball:\n        balls =", "if rule.ball:\n        balls =",
      "test_ball_is_the_reference[atlas]"),
     ("one bound for two matrices", "chunks.py", "turn(W, tall).chunk(count, -1)", "[turn(W, tall)] * count", "test_ball_is_the_reference[gated]"),
     ("--matmul does nothing", "train.py", "    set_matmul(tc.matmul, device, dtype)\n", "", "test_matmul_is_what_torch_multiplies_with"),

@@ -147,7 +147,7 @@ def parse(argv=None):
 
 
 def settings(given, ckpt=None):
-    """-> TrainConfig, Config: defaults < preset < size < flags. On resume they are the checkpoint's, and a flag that
+    """-> TrainConfig, Config: defaults < size < preset < flags. On resume they are the checkpoint's, and a flag that
     would change the run is refused, not ignored."""
     names = {f.name for f in fields(TrainConfig)}
     if ckpt:
