@@ -64,12 +64,7 @@ def feature_major(x):
     return x.stride(-2) == 1 < x.stride(-1)
 
 
-def product(x, W):
-    """x W, contiguous; a feature-major x is multiplied as it lies, (W^T x^T)^T."""
-    return mm(W.mT, x.mT).transpose(-2, -1).contiguous() if feature_major(x) else mm(x, W)
-
-
-def mm(a, b):
+def product(a, b):
     """a b; torch.matmul makes half a dozen views on the way to the same torch.bmm, which here take as long as the product."""
     return torch.bmm(a, b) if a.dim() == b.dim() == 3 else a @ b
 
@@ -82,8 +77,8 @@ def add_product(y, a, b):
 def transposed_product(g, W, x, into=None):
     """g W^T, the gradient of x where g is that of x W; it lies in memory as x does. Added to `into`, in its place, if that is given."""
     if feature_major(x if into is None else into):            # across, oneDNN takes a thousand times as long
-        return (mm(W, g.mT) if into is None else add_product(into.mT, W, g.mT)).mT
-    return mm(g, W.mT) if into is None else add_product(into, g, W.mT)
+        return (product(W, g.mT) if into is None else add_product(into.mT, W, g.mT)).mT
+    return product(g, W.mT) if into is None else add_product(into, g, W.mT)
 
 
 def loss(kind, y, v):
@@ -130,9 +125,9 @@ def gradients(kind, loss_kind, W, x, v, norm):
         e = error(loss_kind, z, v)
         return [(x, e)], (None, z if loss_kind in ("huber", "lp") else None, e)
     a = hidden(kind, z)
-    f = mm(a, W[1])
+    f = product(a, W[1])
     e = output_error(loss_kind, f, v, norm)
-    d = hidden_backward(kind, z, mm(e, W[1].mT))
+    d = hidden_backward(kind, z, product(e, W[1].mT))
     return [(x, d), (a, e)], (z if z.shape[-1] < x.shape[-1] else None, f if norm or loss_kind in ("huber", "lp") else None, e)
 
 
@@ -150,7 +145,7 @@ def gradients_again(kind, W, x, saved):
     if kind == "linear":
         return [(x, e)], ()
     z = product(x, W[0]) if z is None else z
-    g = mm(e, W[1].mT)                                        # d = slope * g
+    g = product(e, W[1].mT)                                   # d = slope * g
     if kind == "mlp":
         a, slope, curvature = gelu(z)
         return [(x, slope * g), (a, e)], (slope, curvature.mul_(g))
