@@ -96,7 +96,7 @@ def clock(run, device, timer=None):
 def race(runs, seconds, device, must=math.inf, rounds=3):
     """The contestants (name -> function) take turns until the seconds are over -> name -> times.
 
-    One whose memory runs out is left out, and after the first `must` those for which there is no time.
+    One whose memory runs out, or that cannot be compiled, is left out, and after the first `must` those for which there is no time.
     """
     began, first = now(device), {}
     for name, run in runs.items():
@@ -104,10 +104,13 @@ def race(runs, seconds, device, must=math.inf, rounds=3):
             break
         try:
             first[name] = clock(run, device, time.perf_counter)        # compilers are other processes
-        except (MemoryError, RuntimeError) as fault:
-            if not isinstance(fault, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(fault):
+        except Exception as fault:
+            if train.out_of_memory(fault):
+                print(f"{name}: out of memory")
+            elif train.of_compiler(fault):
+                print(f"{name}: not compiled, {type(fault).__name__}: {train.first_line(fault)}")
+            else:
                 raise
-            print(f"{name}: out of memory")
     times = {name: [] for name in first}
     while len(times) and (any(len(t) < rounds for t in times.values()) or now(device) - began < seconds):
         for name in times:
@@ -169,7 +172,10 @@ def compiled(bench, model):
 def layer(bench, **differences):
     """The mixer of a one-block LM, so that its weights start as they do in training."""
     model = models.LM(models.Config(vocab_size=2, n_layer=1, **differences)).to(bench.device)
-    return compiled(bench, model).blocks[0].mixer
+    mixer = compiled(bench, model).blocks[0].mixer
+    if bench.compile and isinstance(mixer, models.Attention):                   # elsewhere it is compiled with its block
+        mixer.compile()
+    return mixer
 
 
 def layer_runs(bench, layer, batch, T, width, name=""):
@@ -226,7 +232,8 @@ def part_layer(bench):
             if cost[name] <= room:
                 room -= cost[name]
                 runs.update(layer_runs(bench, layer(bench, **cases[name]), batch, T, width, name))
-        times, cost, before = race(runs, left / 3, bench.device), {}, T
+        must = 8 if bench.compile and not i else math.inf    # forward and both of four; all take long to compile
+        times, cost, before = race(runs, left / 3, bench.device, must), {}, T
         for name in [name for name, what in times if what == "both"]:
             peak = peak_bytes(runs[name, "both"], bench.device)
             more = dict(T=T, bytes=peak)
@@ -346,7 +353,8 @@ def part_rule(bench):
     if bench.compile:
         omega.compile_chunks()
     runs = {"product": mm, **{name: rule_run(bench, rule, batch, heads, T) for name, rule in rules.items()}}
-    times = race(runs, bench.seconds, bench.device)
+    times = race(runs, bench.seconds, bench.device, must=4 if bench.compile else math.inf)
+    rules = {name: rule for name, rule in rules.items() if name in times}
     peak, rows = mm_flops / times["product"]["median_s"], []
     for name, rule in rules.items():
         flops = 3 * batch * heads * rule_flops(rule, HEAD, HEAD, 2 * HEAD, T)
@@ -391,7 +399,8 @@ def step_run(bench, config, tc, ids):
     model = compiled(bench, models.LM(config).to(bench.device).train())
     model.remat = tc.remat and config.mixer == "memory"
     optimizers, step = train.make_optimizers(model, tc), itertools.count()
-    return lambda: train.train_step(model, optimizers, tc, ids, next(step), 1.0, bench.device, bench.dtype)
+    scale = 0.01                                # of the learning rates: random tokens, without a warm-up, might end in NaN
+    return lambda: train.train_step(model, optimizers, tc, ids, next(step), scale, bench.device, bench.dtype)
 
 
 def part_step(bench):
@@ -504,6 +513,12 @@ def fla_gated_delta_rule(bench, width, chunk, muon):
     return GatedDeltaNet(hidden_size=width, expand_v=1, head_dim=HEAD, num_heads=width // HEAD).to(bench.device)
 
 
+def fla_delta_rule(bench, width, chunk, muon):
+    """The same without forgetting: the gradient of the gated one is refused on an H200 with some versions of Triton."""
+    from fla.layers import DeltaNet
+    return DeltaNet(hidden_size=width, num_heads=width // HEAD).to(bench.device)
+
+
 def atlas(bench, width, chunk, muon):
     return layer(bench, **{**WORK, **heads(width), "chunk": chunk, "muon": muon, "muon_every": chunk})
 
@@ -512,14 +527,16 @@ def attention(bench, width, chunk, muon):
     return layer(bench, mixer="attention", attn_window=0, **heads(width))
 
 
-PEERS = {titans_pytorch: "titans-pytorch", fla_gated_delta_rule: "flash-linear-attention"}        # their names on PyPI
+FLA = "flash-linear-attention"
+PEERS = {titans_pytorch: "titans-pytorch", fla_gated_delta_rule: FLA, fla_delta_rule: FLA}         # their names on PyPI
 
 
 def part_peers(bench):
     batch, T, width = bench.pick((1, 128, 64), (1, 2048, 256), (4, 4096, 1024))
     settings = [(64, False), (64, True), (16, False), (16, True)][:2 if bench.quick else 4]
     cases = [(attention, 0, False)] + [(make, *s) for s in settings for make in (atlas, titans_pytorch)]
-    cases += [(fla_gated_delta_rule, 64, False)] * (bench.device.type == "cuda")
+    if bench.device.type == "cuda":
+        cases += [(fla_gated_delta_rule, 64, False), (fla_delta_rule, 64, False)]
     runs, absent = {}, {}
     for make, chunk, muon in cases:
         try:
@@ -533,7 +550,7 @@ def part_peers(bench):
             absent[make] = f"not installed; pip install {PEERS[make]}" if isinstance(fault, ImportError) else \
                 f"it failed, {type(fault).__name__}: {train.first_line(fault)}"
     for make, why in absent.items():
-        print(f"\npeers: {PEERS[make]} skipped: {why}")
+        print(f"\npeers: {make.__name__} of {PEERS[make]} skipped: {why}")
     times, rows = race(runs, bench.seconds, bench.device, must=5), []
     for (make, chunk, muon), t in times.items():
         peak, rival = peak_bytes(runs[make, chunk, muon], bench.device), times.get((titans_pytorch, chunk, muon))
@@ -642,7 +659,8 @@ def run(args):
     for name, (part, share) in parts.items():
         bench.seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
         torch.set_float32_matmul_precision(alone if name == "decode" else matmul)
-        part(bench)
+        with torch.compiler.set_stance("force_eager" if name == "decode" else "default"):       # as train.finish
+            part(bench)
         result = json.dumps(dict(bench="atlas", argv=sys.argv[1:], machine=about, records=bench.records))
         if file:                                              # after each part, for the next may be cut short
             file.write_text(result + "\n")

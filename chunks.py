@@ -220,7 +220,7 @@ def separate(tree, count):
     return list(zip(*(separate(a, count) for a in tree))) if tree else [()] * count
 
 
-AT_ONCE = dict(cpu=100_000, cuda=2**24)                       # numbers; measured on a CPU, a guess for a GPU
+AT_ONCE = dict(cpu=100_000, cuda=2**26)                       # numbers; measured on a CPU, a guess for a GPU
 
 
 def stretches(parts, weights, alone):

@@ -569,10 +569,13 @@ class LM(nn.Module):
         return F.cross_entropy(at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=-100)
 
     def compile_memory(self, **options):
-        """Regional torch.compile: the chunk step of the memory, for the whole process, and each SwiGLU. Eager is the CPU's default."""
+        """Regional torch.compile: the chunk step of the memory, for the whole process, and each SwiGLU; of a transformer, each block.
+
+        Eager is the CPU's default.
+        """
         omega.compile_chunks(**options)
         for block in self.blocks:
-            block.mlp.compile(**options)
+            (block if isinstance(block.mixer, Attention) else block.mlp).compile(**options)
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())

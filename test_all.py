@@ -1368,6 +1368,17 @@ def test_chunk_steps_compile_whole(preset, monkeypatch):
     assert min(limits) >= 1000
 
 
+@pytest.mark.parametrize("preset", ["transformer", "swa"])
+def test_blocks_of_a_transformer_compile_whole(preset, monkeypatch):
+    """The baseline gets of torch.compile what it can: else its norms and positions, left eager, flatter every memory beside it."""
+    plain_again(monkeypatch)
+    model, x = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 25))
+    eager = forth_and_back(model, x)
+    model.compile_memory(backend="aot_eager", fullgraph=True)
+    for a, b in zip(forth_and_back(model, x), eager, strict=True):
+        close(a, b)
+
+
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
@@ -1387,7 +1398,7 @@ def test_a_gpu_computes_the_same(preset):
 
 
 @gpu
-@pytest.mark.parametrize("preset", ["omeganet", "atlas", "titans", "atlas++"])
+@pytest.mark.parametrize("preset", ["omeganet", "atlas", "titans", "atlas++", "transformer", "swa"])
 def test_compiled_on_a_gpu_is_eager(preset, monkeypatch):
     """Kernels that inductor writes, with the strides of training; in float64, where no rounding hides a wrong formula."""
     plain_again(monkeypatch)
@@ -2847,13 +2858,19 @@ def test_peak_bytes():
     assert 2 * 2**20 <= bench.peak_bytes(run, CPU) < 2.1 * 2**20
 
 
-def test_race_takes_turns_and_drops_who_runs_out_of_memory():
+def test_race_takes_turns_and_drops_who_cannot_run(capsys):
     log = []
 
     def full():
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
-    times = bench.race({"a": lambda: log.append("a"), "full": full, "b": lambda: log.append("b")}, 0, CPU)
+
+    def uncompiled():
+        raise torch._dynamo.exc.Unsupported("no such operation")
+    runs = {"a": lambda: log.append("a"), "full": full, "uncompiled": uncompiled, "b": lambda: log.append("b")}
+    times = bench.race(runs, 0, CPU)
     assert log == list("ab" * 4) and list(times) == ["a", "b"]          # a warm-up and three rounds
+    told = capsys.readouterr().out
+    assert "full: out of memory" in told and "uncompiled: not compiled, Unsupported: no such operation" in told
     assert times["a"]["runs"] == 3 and times["a"]["median_s"] >= 0
     with pytest.raises(RuntimeError, match="a true bug"):
         bench.race({"a": lambda: (_ for _ in ()).throw(RuntimeError("a true bug"))}, 0, CPU)
@@ -2940,6 +2957,16 @@ def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
             ("omega_ref, token by token", 8, "both")} <= layer
 
 
+def test_single_tokens_are_not_compiled(monkeypatch):
+    """Every place in a chunk is another shape: 257 graphs of atlas, some seconds each on a GPU."""
+    graphs = []
+    part = torch.compile(lambda b: torch.zeros(2) + len(b.models), backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    for name in ("decode", "rule"):
+        monkeypatch.setattr(bench, "PARTS", {name: (part, 1)})
+        assert bench.main(["--quick", "--device", "cpu"]) == 0
+        assert bool(graphs) == (name == "rule")
+
+
 def test_a_peer_that_breaks_does_not_break_the_bench(capsys, monkeypatch):
     class Broken:
         def __init__(self, *_, **__):
@@ -2948,7 +2975,7 @@ def test_a_peer_that_breaks_does_not_break_the_bench(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "titans_pytorch", fake)
     bench.part_peers(a_bench())
     out = capsys.readouterr().out
-    assert "titans-pytorch skipped: it failed, TypeError: unexpected keyword" in out and "attention" in out
+    assert "titans_pytorch of titans-pytorch skipped: it failed, TypeError: unexpected keyword" in out and "attention" in out
 
 
 def test_plot_without_matplotlib_says_so(tmp_path, capsys, monkeypatch):
@@ -3440,6 +3467,8 @@ MUTANTS = [
     ("medium on an Intel core", "train.py", 'cpu.get("avx512_f") and cpu.get("sse4a")', 'cpu.get("avx512_f")', "test_matmul_by_itself"),
     ("TF32 beside float32", "train.py", '"high" if device.type == "cuda" and dtype == torch.bfloat16', '"high" if device.type == "cuda"',
      "test_matmul_by_itself"),
+    ("the bench compiles every place in a chunk", "bench.py", '"force_eager" if name == "decode" else "default"', '"default"',
+     "test_single_tokens_are_not_compiled"),
     ("the bench decodes by oneDNN", "bench.py", '"highest" if args.matmul == "auto" else matmul', "matmul", "test_matmul_by_itself"),
     ("evaluation at half speed", "eval.py", '        train.set_matmul("auto", train.pick_device(args.device), torch.float32)\n', "",
      "test_matmul_by_itself"),

@@ -22,7 +22,7 @@ import tempfile
 import textwrap
 import time
 import zipfile
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count, islice
 from pathlib import Path
@@ -360,6 +360,16 @@ def peak_memory(device):
     return f"{getrusage(RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10):,.0f} MiB"
 
 
+def out_of_memory(fault):
+    """Of torch on a CPU or a GPU, or of a compiler that tries its kernels on one."""
+    told = isinstance(fault, RuntimeError) and any(words in str(fault) for words in ("allocate memory", "out of memory"))
+    return told or isinstance(fault, (MemoryError, torch.OutOfMemoryError))
+
+
+def of_compiler(fault):
+    return type(fault).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
+
+
 def compile_model(model, x, y, dtype):
     """Compile and try it on one batch; where that fails say so once and go on without."""
     began = time.perf_counter()
@@ -372,7 +382,7 @@ def compile_model(model, x, y, dtype):
             loss.backward()
             say(f"compiled in {time.perf_counter() - began:.0f} s")
         except Exception as fault:
-            if not type(fault).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+            if not of_compiler(fault):
                 raise
             torch.compiler.set_stance("force_eager")
             print(f"warning: torch.compile failed, going on without it: {first_line(fault)}", file=sys.stderr)
@@ -544,7 +554,7 @@ def train(model, optimizers, run, tc, splits, device, dtype):
             if val is not None or stopping:
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
             if stopping:
-                say(f"stopped after step {step}; to go on: python train.py --resume --out {shlex.quote(tc.out)}")
+                say(f"stopped after step {step}, peak memory {peak_memory(device)}; to go on: python train.py --resume --out {shlex.quote(tc.out)}")
                 return stop.signal
             if over >= 1:
                 if step < tc.steps:
@@ -560,7 +570,9 @@ def finish(model, run, tc, splits, tokenizer, device, dtype):
     bytes_a_token = tokenizer.bytes_in(val[1:]) / (len(val) - 1)
     say(f"\nbest step {ckpt['step']} on the whole validation split, {len(val):,} tokens in windows of {tc.seq_len}:")
     for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {tc.batch_size} streams")):
-        nats[carry] = evaluate(model, val, tc.seq_len, tc.batch_size, carry=carry, dtype=dtype)
+        grows = carry and model.config.mixer == "attention"                     # another shape at every call, none worth compiling
+        with torch.compiler.set_stance("force_eager") if grows else nullcontext():
+            nats[carry] = evaluate(model, val, tc.seq_len, tc.batch_size, carry=carry, dtype=dtype)
         bits = nats[carry] / math.log(2)
         say(f"  {name:27s}  {nats[carry]:.4f} nats/token  {bits:.4f} bits/token  {bits / bytes_a_token:.4f} bits/byte")
     how = dict(temperature=0.8, generator=torch.Generator(device).manual_seed(tc.seed))
@@ -678,7 +690,7 @@ def main(argv=None):
     except KeyboardInterrupt as fault:
         code, message = 128 + (fault.args or (signal.SIGINT,))[0], "stopped at once; the last checkpoint is intact"
     except (MemoryError, RuntimeError) as fault:
-        if not isinstance(fault, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(fault):
+        if not out_of_memory(fault):
             raise
         code, message = 1, "out of memory; add --remat, or lower --batch-size (and raise --grad-accum), --seq-len, --chunk or the size of the network"
     print(f"error: {message}", file=sys.stderr)
