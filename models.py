@@ -114,7 +114,7 @@ PRESETS = {
     "swa":             dict(mixer="attention", head_dim=0),
     #                       memory           loss        window    phi               alpha       algorithm
     "linear":          dict(memory="linear", loss="dot", window=1, features="none",  keep=False, **_simple),         # Eq 45
-    "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none",  keep=False, **_simple),         # Eq 47, exact with --chunk 1
+    "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none",  keep=False, **_simple),         # Eq 47 if chunk = 1
     "titans":          dict(memory="mlp",    loss="l2",  window=1, features="none",              muon=False),        # Eq 12, 13, choice 4
     "dla":             dict(memory="mlp",    loss="dot", window=1, memory_norm=True,             **_simple),         # Eq 19
     "swla":            dict(memory="linear", loss="dot", window=8, features="none",              **_simple),         # Eq 55, D.2
