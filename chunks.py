@@ -120,7 +120,7 @@ class Part(NamedTuple):
     ends: torch.Tensor | None = None                          # (..., s, 1, 1)  the last keepprod and momprod
     across: torch.Tensor | None = None                        # (..., 1, 1)  the last u
     # With Newton-Schulz     W_t = since_t W_j + own_t O_j,   in blocks of m tokens, or one of c <= m; W_j before block j, W_0 the first
-    # coef is (..., blocks, m, 2, 1): keep from the block's first token to t (since), minus the sum of A[t, n] step_n over n <= t there (own)
+    # coef is (..., blocks, m, 2, 1): keep from the block's first token to t (since), less the sum of A[t, n] step_n over n <= t there (own)
     shares: torch.Tensor | None = None                        # (..., blocks, 1 + blocks)  of W_0 and of O_0 .. in the W after each block
     G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } at the tokens at which it is refreshed,
     momprod: torch.Tensor | None = None                       # (..., r, 1)               } and the last
