@@ -68,7 +68,7 @@ def read_carried(R, C, coef, M0, tall):
 
 
 def read_carried_backward(R, C, coef, M0, tall, reads, dz):
-    """-> dR, dC, dcoef, dM0."""
+    """The gradient of read_carried, from dz (N, c, out) -> dR, dC, dcoef, dM0, as R, C, coef, M0 are; dC, dcoef, dM0 None without C, M0."""
     dR = dM0 = None
     if M0 is not None:
         dR, dM0 = memory.transposed_product(dz, turn(M0, tall), R), memory.outer([(R, dz)], tall)
@@ -82,13 +82,16 @@ def read_carried_backward(R, C, coef, M0, tall, reads, dz):
 
 
 def write(X, D, last, tall, out=None):
-    """X^T (P_last * D) and X^T (G_last * D), what a chunk adds to W and S, laid out as they are in C."""
+    """X^T (P_last * D) and X^T (G_last * D), what a chunk adds to W and S: X (N, n, in), D (N, n, out) -> (N, s k, wide), as they are in C.
+
+    last (N, n, s, 1) are those rows of P and G; with Newton-Schulz s = r rows of G, one for each S_t.
+    """
     a, b = (D, X) if tall else (X, D)
     return torch.bmm(scaled(a, last).mT, b, out=out)
 
 
 def write_backward(X, D, last, tall, dC):
-    """-> dX, dD, dlast."""
+    """The gradient of write, from dC (N, s k, wide) -> dX, dD, dlast, as X, D, last are."""
     a, b = (D, X) if tall else (X, D)
     dscaled = memory.product(b, dC.mT)
     da, db = combined(dscaled, last), memory.transposed_product(scaled(a, last), dC.mT, b)

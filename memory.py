@@ -75,8 +75,8 @@ def add_product(y, a, b):
 
 
 def transposed_product(g, W, x, into=None):
-    """g W^T, the gradient of x where g is that of x W; it lies in memory as x does. Added to `into`, in its place, if that is given."""
-    if feature_major(x if into is None else into):            # across, oneDNN takes a thousand times as long
+    """g W^T, the gradient of x where g is that of x W; it lies in memory as x does, or is added to `into`, in place, and as that lies."""
+    if feature_major(x if into is None else into):            # oneDNN adds to rows that lie across a thousand times as slowly
         return (product(W, g.mT) if into is None else add_product(into.mT, W, g.mT)).mT
     return product(g, W.mT) if into is None else add_product(into, g, W.mT)
 

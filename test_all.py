@@ -1370,7 +1370,7 @@ def test_chunk_steps_compile_whole(preset, monkeypatch):
 
 @pytest.mark.parametrize("preset", ["transformer", "swa"])
 def test_blocks_of_a_transformer_compile_whole(preset, monkeypatch):
-    """The baseline gets of torch.compile what it can: else its norms and positions, left eager, flatter every memory beside it."""
+    """The baseline, with what torch.compile makes of it: no graph break in attention, norms or positions, and the same numbers."""
     plain_again(monkeypatch)
     model, x = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 25))
     eager = forth_and_back(model, x)

@@ -367,6 +367,7 @@ def out_of_memory(fault):
 
 
 def of_compiler(fault):
+    """Of torch.compile itself, which a run can do without."""
     return type(fault).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
 
 
@@ -570,7 +571,7 @@ def finish(model, run, tc, splits, tokenizer, device, dtype):
     bytes_a_token = tokenizer.bytes_in(val[1:]) / (len(val) - 1)
     say(f"\nbest step {ckpt['step']} on the whole validation split, {len(val):,} tokens in windows of {tc.seq_len}:")
     for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {tc.batch_size} streams")):
-        grows = carry and model.config.mixer == "attention"                     # another shape at every call, none worth compiling
+        grows = carry and model.config.mixer == "attention"                     # a cache: its length is a shape of its own
         with torch.compiler.set_stance("force_eager") if grows else nullcontext():
             nats[carry] = evaluate(model, val, tc.seq_len, tc.batch_size, carry=carry, dtype=dtype)
         bits = nats[carry] / math.log(2)
