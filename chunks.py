@@ -67,8 +67,11 @@ def read_carried(R, C, coef, M0, tall):
     return combined(reads, coef, y), reads
 
 
-def read_carried_backward(R, C, coef, M0, tall, reads, dz):
-    """The gradient of read_carried, from dz (N, c, out) -> dR, dC, dcoef, dM0, as R, C, coef, M0 are; dC, dcoef, dM0 None without C, M0."""
+def read_carried_backward(R, C, coef, M0, tall, reads, dz, dC=None):
+    """The gradient of read_carried, from dz (N, c, out) -> dR, dC, dcoef, dM0, as R, C, coef, M0 are; dC, dcoef, dM0 None without C, M0.
+
+    dC: where to write that of C.
+    """
     dR = dM0 = None
     if M0 is not None:
         dR, dM0 = memory.transposed_product(dz, turn(M0, tall), R), memory.outer([(R, dz)], tall)
@@ -76,9 +79,9 @@ def read_carried_backward(R, C, coef, M0, tall, reads, dz):
         return dR, None, None, dM0
     if tall:
         dreads = scaled(dz, coef)
-        return memory.transposed_product(dreads, C.mT, R, dR), torch.bmm(dreads.mT, R), dots(reads, dz), dM0
+        return memory.transposed_product(dreads, C.mT, R, dR), torch.bmm(dreads.mT, R, out=dC), dots(reads, dz), dM0
     dscaled = torch.bmm(dz, C.mT)
-    return combined(dscaled, coef, dR), torch.bmm(scaled(R, coef).mT, dz), dots(dscaled, R), dM0
+    return combined(dscaled, coef, dR), torch.bmm(scaled(R, coef).mT, dz, out=dC), dots(dscaled, R), dM0
 
 
 def write(X, D, last, tall, out=None):
@@ -371,20 +374,21 @@ def write_rest_backward(tall, part, C, writes, pairs, rows, reads, dafter):
     """The rest of learn_chunk's gradient, for any number of chunks at once; C and dafter (N, s, k, wide) of each matrix, before and after.
 
     -> gradients of the x of the first `write`, and of the last, ends, across of Part. `reads`: what learn_chunk_backward had of them.
+    dafter is written over.
     """
     dlast = dends = dacross = None
-    for i, (x, (_, d), end) in enumerate(zip(writes, pairs, dafter)):
-        if C:
-            dends = plus(dends, (end * C[i]).sum((-2, -1), keepdim=True))
-            if part.across is not None:
-                dacross = plus(dacross, (end[:, 0] * C[i][:, 1]).sum((-2, -1), keepdim=True))
-        end = end.flatten(1, 2)
+    for i, (x, (_, d), dto) in enumerate(zip(writes, pairs, dafter)):
+        end = dto.flatten(1, 2)
         if not i and not tall[i]:
             reads = (memory.product(d, end.mT), *reads)
             dx = combined(reads[0], part.last)
         elif not i:
             dx = memory.transposed_product(rows[0], end.mT, x)
         dlast = plus(dlast, dots(reads[i], d if tall[i] else x))
+        if C:                                                 # the gradient of `carry`
+            if part.across is not None:
+                dacross = plus(dacross, (dto[:, 0] * C[i][:, 1]).sum((-2, -1), keepdim=True))
+            dends = plus(dends, dto.mul_(C[i]).sum((-2, -1), keepdim=True))
     return dx, dlast, dends, dacross
 
 
@@ -405,13 +409,13 @@ def read_chunks(rule, tall, part, pairs, C, M0):
     return z, before, None if before is None else RX, *reads
 
 
-def read_chunks_backward(rule, tall, part, W, C, M0, saved, before, RX, reads, dz):
-    """The gradient of read_chunks -> those of part, C, M0, each d and the last x; the pairs, and what they were made of.
+def read_chunks_backward(rule, tall, part, W, C, M0, saved, before, RX, reads, dz, dC):
+    """The gradient of read_chunks -> those of part, M0, each d and the last x; the pairs, and what they were made of.
 
-    W: the weights at which the chunks took gradients.
+    W: the weights at which the chunks took gradients. The gradient of C is written to dC.
     """
     pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
-    dC, dM0, dd = ([None] * len(pairs) for _ in range(3))
+    dM0, dd = ([None] * len(pairs) for _ in range(2))
     dcoef = dP = dxk = dinner = da = None
     for i, (x, d) in reversed(list(enumerate(pairs))):
         if i:
@@ -420,7 +424,7 @@ def read_chunks_backward(rule, tall, part, W, C, M0, saved, before, RX, reads, d
             rows, RX = part.xq, torch.bmm(part.xq, x.mT) if part.inner is None else part.inner
         dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
         dP, dRX = dQ * RX if dP is None else dP.addcmul_(dQ, RX), dQ.mul_(part.P)
-        drows, dC[i], more, dM0[i] = read_carried_backward(rows, nth(C, i), part.coef, nth(M0, i), tall[i], reads[i], dz)
+        drows, _, more, dM0[i] = read_carried_backward(rows, nth(C, i), part.coef, nth(M0, i), tall[i], reads[i], dz, nth(dC, i))
         dcoef = plus(dcoef, more)
         if not i and part.inner is not None:
             dinner = dRX
@@ -430,7 +434,7 @@ def read_chunks_backward(rule, tall, part, W, C, M0, saved, before, RX, reads, d
             da, dz = dX, memory.hidden_backward(rule.memory, before, drows)
         else:
             dxk = dX
-    return Part(xq=drows, xk=dxk, v=None, write=None, inner=dinner, coef=dcoef, P=dP), dC, dM0, dd, da, pairs, factors
+    return Part(xq=drows, xk=dxk, v=None, write=None, inner=dinner, coef=dcoef, P=dP), dM0, dd, da, pairs, factors
 
 
 def linear_chunks(rule, closes, tall, parts, M0, C, anchor, kept=None):
@@ -496,31 +500,35 @@ def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, daft
 
     M0 is `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter is that of C after the stretch, or ().
     """
-    (count, N), s, (z, f, e, before, RX, *reads) = part.v.shape[:2], part.ends.shape[2], kept
+    (count, N), (z, f, e, before, RX, *reads) = part.v.shape[:2], kept
     reads, balls, saved, flat = reads[:len(tall)], reads[len(tall):], (z, f, e), part.each(merged)
-    C, M0 = [merged(c) for c in C], [m[: count * N] for m in M0]
+    dCs, C, M0 = [c.new_empty(count + 1, *c.shape[1:]) for c in C], [merged(c) for c in C], [m[: count * N] for m in M0]
     W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
-    out, dC, dM0, dd, da, pairs, factors = read_chunks_backward(
-        rule, tall, flat, W, [c.flatten(1, 2) for c in C], M0, saved, before, RX, reads, merged(dy))
+    out, dM0, dd, da, pairs, factors = read_chunks_backward(
+        rule, tall, flat, W, [c.flatten(1, 2) for c in C], M0, saved, before, RX, reads, merged(dy),
+        [merged(d[:count]).flatten(1, 2) for d in dCs])
     put(grads, xq=out.xq, inner=out.inner, P=out.P, coef=out.coef)
     dM0 = [d.unflatten(0, (count, N)).sum(0) for d in dM0] if M0 else []
-    dC = list(zip(*(d.view(count, N, s, -1, d.shape[2]).unbind(0) for d in dC))) if C else [()] * count
 
     writes = [x if i or flat.write is None else flat.write for i, (x, _) in enumerate(pairs)]
     rows = [scaled(d if t else x, flat.last) for x, (_, d), t in zip(writes, pairs, tall)]
     many = separate((W, saved, writes, pairs, factors, rows, balls, dd, da), count)
-    if count > 1 and not dafter:
-        dafter = [torch.zeros_like(c[:N]) for c in C]
+    slots, last = [(), dafter], dafter                        # that of C before each chunk and after the last
+    if C:
+        slots, last = list(zip(*(d.unbind(0) for d in dCs))), [merged(d[1:]) for d in dCs]
+        for i, d in enumerate(slots[-1]):
+            d.copy_(dafter[i]) if dafter else d.zero_()
+        if count == 1 and not dafter:                         # nothing to do
+            slots[-1] = last = ()
     dvs, rest = grads.v.unbind(0), []
     for j in reversed(range(count)):
         at, *one = many[j]
-        dv, dW, *more = learn_chunk_backward(rule, tall, ones[j], at, bool(C and not anchor), *one, dC[j], dafter)
+        dv, dW, *more = learn_chunk_backward(rule, tall, ones[j], at, bool(C and not anchor), *one, slots[j], slots[j + 1])
         dvs[j].copy_(dv)
         dM0 = [m.add_(w) for m, w in zip(dM0, dW)]
-        rest.append((*more, dafter))
-        dafter = dC[j]
-    dz, reads, last = zip(*reversed(rest))
-    dz, reads, last = joined(dz), [joined(a) for a in zip(*reads)], [joined(a) for a in zip(*last)]
+        rest.append(more)
+    dz, reads = zip(*reversed(rest))
+    dz, reads = joined(dz), [joined(a) for a in zip(*reads)]
     dx = dlast = dends = dacross = None
     if last:
         dx, dlast, dends, dacross = write_rest_backward(tall, flat, C, writes, pairs, rows, reads, last)
@@ -529,7 +537,7 @@ def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, daft
     else:
         dx, dwrite = out.xk, dx
     put(grads, xk=memory.transposed_product(dz, W[0], flat.xk, dx), write=dwrite, last=dlast, ends=dends, across=dacross)
-    return dM0, dafter, dW if anchor else []
+    return dM0, slots[0], dW if anchor else []
 
 
 def put(grads, **fields):

@@ -191,11 +191,14 @@ class ShortConv(torch.autograd.Function):
     def backward(ctx, dy):
         before, x, taps = ctx.saved_tensors
         n, dtaps = before.shape[1], torch.zeros_like(taps)
-        dx = dy.new_zeros(x.shape[0], n + x.shape[1], x.shape[2])
+        dx = dy.new_empty(x.shape[0], n + x.shape[1], x.shape[2])
+        dx[:, :n] = 0
         for now, seen in ShortConv.pieces(before, x, dy.dtype):
             dz = torch.ops.aten.silu_backward(dy[:, now], ShortConv.convolve(seen, taps))
-            for j in range(len(taps)):
+            torch.mul(dz, taps[n], out=dx[:, now.start + n: now.stop + n])       # no piece has been there before
+            for j in range(n):
                 dx[:, now.start + j: now.stop + j].addcmul_(dz, taps[j])
+            for j in range(n + 1):
                 dtaps[j] += (dz * seen[:, j: j + dz.shape[1]]).sum((0, 1))
         return dx[:, :n].to(before.dtype), dx[:, n:].to(x.dtype), dtaps
 

@@ -478,7 +478,7 @@ EQUAL = {                         # memory, loss, window, chunk, momentum, muon_
 
 
 def both_ways(case, ball=0.0):
-    """Outputs, final state and every outer gradient of omega are those of omega_ref -> the outputs and the state, and omega once more."""
+    """Outputs, final state and every outer gradient of omega are those of omega_ref -> outputs and state, omega once more, its inputs."""
     kind, loss, window, chunk, momentum, muon_every, T, earlier, features = case
     phi, x = problem(kind, loss, window, T + earlier, momentum, features.split(",")[0], degree=3 if "cubic" in features else 2)
     rule = Rule(kind, loss, window, chunk, muon_every, norm="norm" in features, forget="start" if "M0" in features else "zero", ball=ball,
@@ -496,7 +496,7 @@ def both_ways(case, ball=0.0):
     assert pos == fast_pos and len(out) == len(fast_out)
     for a, b in zip(fast_out + list(fast_grads), out + list(grads), strict=True):
         close(a, b)
-    return out, lambda: learn(omega, rule, phi, x, (earlier,) if earlier else ())
+    return out, lambda: learn(omega, rule, phi, x, (earlier,) if earlier else ()), leaves
 
 
 @pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
@@ -513,7 +513,7 @@ STRETCHES = {"titans": [5], "omeganet": [2, 5], "gated": [2], "linear, cubic fea
 @pytest.mark.parametrize("name, size", [(name, size) for name, sizes in STRETCHES.items() for size in sizes])
 def test_chunks_read_together(name, size, monkeypatch):
     """Chunks of a long run are read one at a time, in pairs with one left over, in fives and twos; without a gradient, in the room of one
-    stretch."""
+    stretch; with a gradient, and a state at the end that nobody uses."""
     *case, T, earlier, features = EQUAL[name]
     chunk, muon_every = case[3], case[5]
     T = (4 if muon_every else 7) * chunk + T % chunk          # Newton-Schulz makes more of rounding errors with every chunk
@@ -524,10 +524,17 @@ def test_chunks_read_together(name, size, monkeypatch):
         return cut(parts, weights, alone)
 
     monkeypatch.setattr(chunks, "stretches", so_many)
-    out, again = both_ways((*case, T, earlier, features), ball=0.7)
+    out, again, leaves = both_ways((*case, T, earlier, features), ball=0.7)
     with torch.no_grad():
         y, state = again()
     for a, b in zip([y, *tensors(state)], out, strict=True):
+        close(a, b)
+    gradients = []
+    for used in (True, False):
+        y, state = again()
+        loss = y.square().sum() + (0 * sum(a.sum() for a in tensors(state)) if used else 0)
+        gradients.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+    for a, b in zip(*gradients, strict=True):
         close(a, b)
 
 
@@ -1372,11 +1379,18 @@ def test_chunk_steps_compile_whole(preset, monkeypatch):
 def test_blocks_of_a_transformer_compile_whole(preset, monkeypatch):
     """The baseline, with what torch.compile makes of it: no graph break in attention, norms or positions, and the same numbers."""
     plain_again(monkeypatch)
-    model, x = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 25))
+    model, x, compiled = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 25)), []
     eager = forth_and_back(model, x)
-    model.compile_memory(backend="aot_eager", fullgraph=True)
+
+    def backend(graph, inputs):
+        compiled.extend(str(node.target) for node in graph.graph.nodes)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    model.compile_memory(backend=backend, fullgraph=True)
     for a, b in zip(forth_and_back(model, x), eager, strict=True):
         close(a, b)
+    for op in "scaled_dot_product_attention", "rms_norm", "silu", "cos":
+        assert any(op in target for target in compiled)
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -1384,8 +1398,9 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"
 
 def forth_and_back(model, x):
     """Logits and the gradient of their loss, on the CPU."""
-    loss = model.loss(x[:, :-1], x[:, 1:])
-    return [model(x)[0].cpu(), *(g.cpu() for g in torch.autograd.grad(loss, list(model.parameters())))]
+    logits = model(x)[0]
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+    return [logits.detach().cpu(), *(g.cpu() for g in torch.autograd.grad(loss, list(model.parameters())))]
 
 
 @gpu
@@ -3303,6 +3318,10 @@ MUTANTS = [
      "test_chunks_read_together[from rest, no momentum-1]"),
     ("gradient of a chunk: not through the bound", "chunks.py", "            end[:, 0].mul_(balls[i])\n        if dC:", "            pass\n        if dC:",
      "test_ball_is_the_reference[omeganet]"),
+    ("gelu again: half of Phi", "memory.py", ".erf_().add_(1).mul_(0.5)", ".erf_().add_(1).mul_(0.25)", "test_omega_is_omega_ref[titans]"),
+    ("of a transformer only the SwiGLUs are compiled", "models.py", "(block if isinstance(block.mixer, Attention) else block.mlp).compile",
+     "block.mlp.compile", "test_blocks_of_a_transformer_compile_whole"),
+    ("a state that nobody uses has a gradient", "chunks.py", "else d.zero_()", "else d.fill_(1)", "test_chunks_read_together"),
     ("gradient of gelu'", "memory.py", "neg_().add_(2)", "neg_().add_(1)", "test_omega_is_omega_ref[titans]"),
     ("gradient of gelu", "memory.py", "add_product(da, df, W[1].mT)), slope)", "add_product(da, df, W[1].mT)), 0 * slope)",
      "test_omega_is_omega_ref[titans]"),
@@ -3387,6 +3406,7 @@ MUTANTS = [
     ("gradient of unit vectors: along them", "models.py", "(g * y).sum(-1, keepdim=True), value=-1", "(g * y).sum(-1, keepdim=True), value=0",
      "test_unit_vectors"),
     ("gradient of the convolution: one tap for all", "models.py", "addcmul_(dz, taps[j])", "addcmul_(dz, taps[0])", "test_convolution"),
+    ("gradient of the convolution: what was in memory for the tokens before it", "models.py", "dx[:, :n] = 0", "dx[:, :n] = 1", "test_convolution"),
     ("gradient of the convolution: taps a token late", "models.py", "(dz * seen[:, j: j + dz.shape[1]])", "(dz * seen[:, : dz.shape[1]])",
      "test_convolution"),
     ("gradient of a pair in two chunks: from one", "omega.py", "da[:, :, i: i + N, : part", "da[:, :, : N, : part",
