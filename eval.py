@@ -157,7 +157,7 @@ def mqar_step(model, optimizers, tc, x, y, step):
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip)
     for optimizer in optimizers:
-        peak = tc.muon_lr if isinstance(optimizer, torch.optim.Muon) else tc.lr
+        peak = tc.muon_lr if isinstance(optimizer, train.Muon) else tc.lr
         for group in optimizer.param_groups:
             group["lr"] = peak * train.lr_scale(step, tc)
         optimizer.step()

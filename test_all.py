@@ -2237,6 +2237,34 @@ def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay(preset
             assert hidden == {name[id(p)] for o, g in groups if o == "Muon" for p in g["params"]}
 
 
+def test_outer_muon_is_torch_muon(monkeypatch):
+    """torch's Newton-Schulz is in bfloat16, which a CPU without instructions for it emulates: ours is float32 there, all else is torch's."""
+    start = [randn(3, 5), randn(6, 2), randn(4, 4)]
+    gradients, how = [[randn(*a.shape) for a in start] for _ in range(3)], dict(lr=0.3, weight_decay=0.9)
+
+    def run(kind, native):
+        monkeypatch.setattr(train, "cpu_capabilities", lambda: {"avx512_bf16": native})
+        params, after = [torch.nn.Parameter(a.clone()) for a in start], []
+        optimizer = kind(params, **how)
+        for step in gradients:
+            for p, g in zip(params, step):
+                p.grad = g.clone()
+            optimizer.step()
+            after.append([p.detach().clone() for p in params])
+        return after, optimizer.state_dict()
+
+    (plain, state), (native, _), (ours, same) = run(torch.optim.Muon, False), run(train.Muon, True), run(train.Muon, False)
+    for a, g, b in zip(start, gradients[0], ours[0]):
+        rows, columns = a.shape
+        close(b, 0.73 * a - 0.3 * max(1, rows / columns) ** 0.5 * newton_schulz_ref(g))          # float64: no bfloat16 in it
+    for step, others, mine in zip(plain, native, ours):
+        for a, b, c in zip(step, others, mine):
+            assert torch.equal(a, b) and torch.allclose(a, c, rtol=0.03, atol=0.03)
+    for a, b in zip(tensors(tuple(state["state"][0].values())), tensors(tuple(same["state"][0].values())), strict=True):
+        close(a, b)                                           # a checkpoint goes on with either
+    assert state["state"][0].keys() == same["state"][0].keys()
+
+
 @pytest.mark.parametrize("tie", [False, True])
 def test_embed_lr_is_of_the_embedding_alone(tie):
     """A multiple that reaches the head or the memories, or none at all: the first step of AdamW moves a weight by its rate."""
@@ -3322,6 +3350,12 @@ MUTANTS = [
     ("of a transformer only the SwiGLUs are compiled", "models.py", "(block if isinstance(block.mixer, Attention) else block.mlp).compile",
      "block.mlp.compile", "test_blocks_of_a_transformer_compile_whole"),
     ("a state that nobody uses has a gradient", "chunks.py", "else d.zero_()", "else d.fill_(1)", "test_chunks_read_together"),
+    ("the outer Muon emulates bfloat16", "train.py", "if native_bfloat16(self.param_groups[0]", "if True or native_bfloat16(self.param_groups[0]",
+     "test_outer_muon_is_torch_muon"),
+    ("the outer Muon: momentum without Nesterov's", "train.py", "updates.append(p.grad.lerp(buffer, group[\"momentum\"]))",
+     "updates.append(buffer)", "test_outer_muon_is_torch_muon"),
+    ("the outer Muon: tall matrices as wide ones", "train.py", "max(1, p.shape[0] / p.shape[1])", "max(1, p.shape[1] / p.shape[0])",
+     "test_outer_muon_is_torch_muon"),
     ("gradient of gelu'", "memory.py", "neg_().add_(2)", "neg_().add_(1)", "test_omega_is_omega_ref[titans]"),
     ("gradient of gelu", "memory.py", "add_product(da, df, W[1].mT)), slope)", "add_product(da, df, W[1].mT)), 0 * slope)",
      "test_omega_is_omega_ref[titans]"),

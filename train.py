@@ -32,7 +32,7 @@ import torch.nn.functional as F
 
 from data import KINDS, UserError, batch, load_text, make_tokenizer, split, tokenizer_from_state, windows
 from models import LM, PRESETS, SIZES, Config, detach, opt
-from muon import exact_products
+from muon import exact_products, newton_schulz
 
 
 # ---- settings and flags
@@ -295,12 +295,17 @@ def pick_device(name):
     return torch.device(name)
 
 
+def native_bfloat16(device):
+    """Does the device compute with bfloat16 faster than with float32? (A CPU that has no instructions for it takes many times as long.)"""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability() >= (8, 0)
+    cpu = cpu_capabilities()
+    return device.type == "cpu" and bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
+
+
 def pick_dtype(name, device):
     if name == "auto":
-        cpu = cpu_capabilities()
-        native = dict(cuda=device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 0),
-                      cpu=cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
-        name = "bfloat16" if native.get(device.type) else "float32"
+        name = "bfloat16" if native_bfloat16(device) else "float32"
     return getattr(torch, name)
 
 
@@ -412,6 +417,25 @@ class StopOnSignal:
 
 # ---- training
 
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon, with muon.py's Newton-Schulz in float32 where bfloat16, which torch's is in, is not native (README, Speed)."""
+
+    @torch.no_grad()
+    def step(self):
+        if native_bfloat16(self.param_groups[0]["params"][0].device):
+            return super().step()
+        for group in self.param_groups:
+            params, updates = [p for p in group["params"] if p.grad is not None], []
+            for p in params:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                buffer = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                updates.append(p.grad.lerp(buffer, group["momentum"]))           # Nesterov's
+            for p, update in zip(params, newton_schulz(tuple(updates))):
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+
+
 def make_optimizers(model, tc):
     """[AdamW] or [AdamW, Muon]. Hidden matrices decay and may go to Muon; embedding, head, norms, gates, convolutions
     and the starts of the memories (3-D: one matrix a head) do neither (choice 20)."""
@@ -425,7 +449,7 @@ def make_optimizers(model, tc):
         groups.append(dict(params=hidden, weight_decay=tc.weight_decay))
     adamw = torch.optim.AdamW(groups, lr=tc.lr, betas=(0.9, tc.beta2), fused=True)
     return [adamw] if tc.optimizer == "adamw" else [
-        adamw, torch.optim.Muon(hidden, lr=tc.muon_lr, weight_decay=tc.weight_decay)]
+        adamw, Muon(hidden, lr=tc.muon_lr, weight_decay=tc.weight_decay)]
 
 
 def progress(step, seconds, tc):
@@ -462,7 +486,7 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
     if tc.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), tc.grad_clip, norm)
     for optimizer in optimizers:
-        peak = tc.muon_lr if isinstance(optimizer, torch.optim.Muon) else tc.lr
+        peak = tc.muon_lr if isinstance(optimizer, Muon) else tc.lr
         for group in optimizer.param_groups:
             group["lr"] = peak * group.get("times", 1.0) * scale
         optimizer.step()
