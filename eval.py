@@ -12,6 +12,7 @@ still holds. Multi-query associative recall (data.mqar draws it) asks for the va
 import argparse
 import hashlib
 import math
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -83,13 +84,17 @@ def text_task(args):
 # ---- a stream without end
 
 def resident():
-    """Bytes of memory that this process occupies now; where the system does not tell, the most that it ever has."""
+    """Bytes of memory that this process occupies now; where the system does not tell, the most that it ever has; on Windows nan."""
     try:
         with open("/proc/self/statm") as f:
-            return int(f.read().split()[1]) * 4096
+            return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
+        pass
+    try:
         from resource import RUSAGE_SELF, getrusage
-        return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    except ImportError:
+        return math.nan
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def pieces(ids, n, length=1024):
@@ -245,6 +250,8 @@ def main(argv=None):
     train.tune_cpu()
     if args.threads:
         torch.set_num_threads(args.threads)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
     try:
         train.set_matmul("auto", train.pick_device(args.device), torch.float32)
         return (text_task if args.task == "text" else mqar_task)(args)

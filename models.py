@@ -165,7 +165,7 @@ class ShortConv(torch.autograd.Function):
     def pieces(before, x, dtype):
         """Tokens as slices, and all that the convolution sees at them; in a precision of its own, should x come from autocast."""
         (B, T, C), n = x.shape, before.shape[1]
-        step = T if x.is_cuda else max(1, n, 2**17 // (B * C))
+        step = max(1, n, 2**17 // (B * C)) if x.device.type == "cpu" else T
         for t in range(0, T, step):
             now = slice(t, min(t + step, T))
             yield now, (x[:, t - n: now.stop] if t else torch.cat([before, x[:, now]], 1)).to(dtype)

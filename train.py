@@ -72,7 +72,7 @@ class TrainConfig:
     eval_windows: int = opt(64, "validation windows while training, evenly spaced; 0: all")
     log_every: int = opt(10, "steps between log lines", low=1)
     sample_tokens: int = opt(200, "length of the sample at the end")
-    device: str = opt("auto", "auto: cuda, else mps, else cpu", choices=("auto", "cpu", "cuda", "mps"))
+    device: str = opt("auto", "auto: cuda, else cpu (mps is untried: compare its first losses with cpu's)", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = opt("auto", "of autocast; auto: bfloat16 where it is native (CUDA from SM 8.0, AVX-512 BF16, AMX), else float32",
                      choices=("auto", "float32", "bfloat16"))
     matmul: str = opt("auto", "float32 products, torch.set_float32_matmul_precision: README, Speed; auto: high (TF32) beside bfloat16 "
@@ -277,7 +277,7 @@ def say(text=""):
     """A line on stdout. A run outlives its reader (`| head`, or a `| tee` that the same Ctrl-C has ended): it has things to save."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError:                                           # a broken pipe; Windows calls it an invalid argument
         nobody_reads()
 
 
@@ -289,7 +289,7 @@ def nobody_reads():
 def pick_device(name):
     there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     if name == "auto":
-        name = next(kind for kind in there if there[kind])
+        name = "cuda" if there["cuda"] else "cpu"
     if not there[name]:
         raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
     return torch.device(name)
@@ -340,12 +340,15 @@ def autocast(device, dtype):
 
 
 def tune_cpu():
-    """Habits of CPUs and of glibc that cost a memory more than its arithmetic; to be called before the first product.
+    """Habits of CPUs, containers and glibc that cost a memory more than its arithmetic; to be called before the first product.
 
     Gates that decay for a chunk make numbers below 1e-38, at which an Intel core takes some hundred times as long: they become 0 (in
-    threads that begin after this, too). And glibc gives large freed blocks back to the system, which has to clear them again.
+    threads that begin after this, too). torch starts a thread for each core, however few of them a container may use. And glibc gives
+    large freed blocks back to the system, which has to clear them again.
     """
     torch.set_flush_denormal(True)
+    if cpu_quota() < torch.get_num_threads():
+        torch.set_num_threads(cpu_quota())
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):              # not glibc
@@ -353,6 +356,15 @@ def tune_cpu():
     mallopt(1, 0)                                             # M_MXFAST: no small blocks put by, which a large one would clear away
     mallopt(-4, 0)                                            # M_MMAP_MAX: large blocks come from the heap, too
     mallopt(-1, -1)                                           # M_TRIM_THRESHOLD: and stay there, however many
+
+
+def cpu_quota(root="/sys/fs/cgroup"):
+    """How many CPUs Linux lets a container use at a time (docker --cpus), at least 1; infinity without a limit."""
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):         # of cgroup 2, of cgroup 1
+        with suppress(OSError, ValueError):                   # no such file; "max"
+            quota, period = (int(n) for name in names for n in Path(root, name).read_text().split())
+            return max(1, quota // period) if quota > 0 else math.inf
+    return math.inf
 
 
 def peak_memory(device):
@@ -671,6 +683,8 @@ def launch(given):
             f"{ckpt['best']:.4f}")
         return 0
     device = pick_device(tc.device)
+    if device.type == "mps" and tc.remat and config.dropout:
+        raise UserError("--remat on mps would draw another dropout in backward (torch keeps no random state there); add --dropout 0")
     dtype = pick_dtype(tc.dtype, device)
     set_matmul(tc.matmul, device, dtype)
     tc.compile = given.get("compile", device.type == "cuda")
