@@ -3206,7 +3206,7 @@ def test_readme_python_runs():
 
 def test_readme_names_only_flags_that_exist():
     """A renamed flag whose old name lives on in the README."""
-    known = {"--ckpt", "--prompt", "--tokens", "--json", "--part", "--mutants", "--help", "--stream"} | {
+    known = {"--ckpt", "--prompt", "--tokens", "--json", "--part", "--mutants", "--help", "--stream", "--index-url"} | {
         train.flag(f.name) for cls in (train.TrainConfig, models.Config) for f in fields(cls)}
     known |= {"--no-" + flag[2:] for flag in known}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README)) <= known
@@ -3335,7 +3335,7 @@ MUTANTS = [
     ("gradient of a chunk: momentum's share of the last W", "chunks.py", "dC[:, 1].addcmul_(dto[:, 0], across)", "pass",
      "test_omega_is_omega_ref[titans]"),
     ("gradient of a chunk: what it hands on keeps nothing", "chunks.py", "    dC.addcmul_(dto, ends)\n", "", "test_omega_is_omega_ref[titans]"),
-    ("gradient of a chunk: keep of the whole chunk", "chunks.py", "plus(dends, (end", "plus(dends, 0 * (end", "test_omega_is_omega_ref[titans]"),
+    ("gradient of a chunk: keep of the whole chunk", "chunks.py", "plus(dends, dto.mul_(C[i])", "plus(dends, 0 * dto.mul_(C[i])", "test_omega_is_omega_ref[titans]"),
     ("gradient of a chunk: its keep at its end", "chunks.py", "dots(reads[i], d", "0 * dots(reads[i], d",
      "test_omega_is_omega_ref[titans]"),
     ("gradient of a chunk: to the weights it takes gradients at", "chunks.py", "            c[:, 0].add_(w)", "            pass",
