@@ -374,7 +374,7 @@ def write_rest_backward(tall, part, C, writes, pairs, rows, reads, dafter):
     """The rest of learn_chunk's gradient, for any number of chunks at once; C and dafter (N, s, k, wide) of each matrix, before and after.
 
     -> gradients of the x of the first `write`, and of the last, ends, across of Part. `reads`: what learn_chunk_backward had of them.
-    dafter is written over.
+    dafter may be written over.
     """
     dlast = dends = dacross = None
     for i, (x, (_, d), dto) in enumerate(zip(writes, pairs, dafter)):
@@ -412,7 +412,7 @@ def read_chunks(rule, tall, part, pairs, C, M0):
 def read_chunks_backward(rule, tall, part, W, C, M0, saved, before, RX, reads, dz, dC):
     """The gradient of read_chunks -> those of part, M0, each d and the last x; the pairs, and what they were made of.
 
-    W: the weights at which the chunks took gradients. The gradient of C is written to dC.
+    W: the weights at which the chunks took gradients. The gradient of C is written to dC, empty where C is.
     """
     pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
     dM0, dd = ([None] * len(pairs) for _ in range(2))

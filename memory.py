@@ -253,7 +253,10 @@ def fold(kind, d):
 
 
 def gelu(z):
-    """gelu(z) = z Phi(z); its slope Phi + z pdf; its curvature (2 - z^2) pdf, with pdf = exp(-z^2 / 2) / sqrt(2 pi)."""
+    """gelu(z) = z Phi(z); its slope Phi + z pdf; its curvature (2 - z^2) pdf: three of the shape of z.
+
+    Phi(z) = (1 + erf(z / sqrt 2)) / 2 is the normal distribution's, not the feature map phi; pdf = exp(-z^2 / 2) / sqrt(2 pi) its density.
+    """
     square = z * z
     pdf = (square * (-0.5 / math.log(2))).exp2_().mul_((2 * torch.pi) ** -0.5)                   # an AMD core's exp takes 4 times as long
     Phi = (z * 0.5**0.5).erf_().add_(1).mul_(0.5)

@@ -54,7 +54,8 @@ def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype
     S may be a tuple of such stacks, of any shapes: all of the same short side then share one iteration. Scale invariant: NS(c S) =
     NS(S) for c > 0, but |S|^2 has to fit the dtype; NS(0) = 0 with zero gradient. The outer gradient goes through (choice 14), or
     with `straight_through` past the iteration as if NS(S) were S / |S|_F. `dtype`: that of the iteration, if not that of S. Raises
-    ValueError for unknown coefficients, and for less than one step. (The memory calls `orthogonalize` and its gradient: chunks.py.)
+    ValueError for unknown coefficients, and for less than one step. (The memory calls `orthogonalize` and its gradient: chunks.py; the outer
+    optimizer calls this: train.Muon.)
     """
     stacks = S if isinstance(S, tuple) else (S,)
     out = NewtonSchulz.apply((steps, coefficients, straight_through, dtype, exact_products(stacks[0].device)), *stacks)

@@ -430,7 +430,12 @@ class StopOnSignal:
 # ---- training
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon, with muon.py's Newton-Schulz in float32 where bfloat16, which torch's is in, is not native (README, Speed)."""
+    """torch.optim.Muon (Jordan et al. 2024), with muon.py's Newton-Schulz in float32 where bfloat16, which torch's is in, is not native.
+
+    B <- momentum B + (1 - momentum) g,   p <- (1 - lr weight_decay) p - lr sqrt(max(1, rows / columns)) NS((1 - momentum) g + momentum B)
+
+    for matrices p (rows, columns) with gradient g; all but lr, momentum and weight_decay as torch has it by default (README, Speed).
+    """
 
     @torch.no_grad()
     def step(self):
