@@ -41,7 +41,7 @@ import models
 import muon
 import omega
 import train
-from data import UserError
+from data import Parser, UserError
 from poly import Features
 
 HEAD, SMALL_HEAD = 64, 16                       # polynomials want small heads: 64 numbers have 2145 of degree 2
@@ -618,7 +618,7 @@ def machine(device):
 
 
 def parse(argv):
-    parser = train.Parser(prog="bench.py", description=__doc__, allow_abbrev=False,
+    parser = Parser(prog="bench.py", description=__doc__, allow_abbrev=False,
                           formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--part", action="append", choices=tuple(PARTS), help="what to measure; may be given several times [all]")

@@ -1,18 +1,25 @@
 """Text and synthetic tasks: everything that becomes tokens.
 
-load_text finds the text, make_tokenizer makes it ids, split / batch / windows cut the ids up for training and for the
-validation loss, mqar draws a synthetic recall task. There is no loader object and so no loader state: a batch is a
-function of (seed, step), all that an exact resume must know. Texts are held in memory whole; nothing here is sharded.
+    python data.py --data corpus --tokenizer gpt2 --out tokens      a text too large for memory -> files of token ids
+
+read finds a text or files of token ids, make_tokenizer makes text ids, split / batch / windows / streams cut the ids up for
+training and for the validation loss, mqar draws a synthetic recall task. There is no loader object and so no loader state: a
+batch is a function of (seed, step), all that an exact resume must know. A text is held in memory whole, token files are not.
 """
+import argparse
 import codecs
 import hashlib
 import http.client
 import os
+import shlex
+import shutil
 import stat
 import sys
+import tempfile
 import urllib.request
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +37,43 @@ class UserError(Exception):
     """A mistake of the user's, told in one line that names the remedy; scripts print it on stderr and exit with 2."""
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse that answers a mistake with one line, not with its whole usage."""
+
+    def error(self, message):
+        self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
+
+
 # ---- text
+
+class Corpus(NamedTuple):
+    """What a name stands for: a text, or token files."""
+    used: str                                           # the name of what was really read
+    sha256: str
+    text: str = ""
+    tokens: tuple = ()                                  # Tokens to train and to validate on
+
+    def splits(self, tokenizer, seq_len):
+        """-> ids to train and to validate on. Raises UserError for a text too short, or ids that the tokenizer does not have."""
+        if not self.tokens:
+            return split(tokenizer.encode(self.text), seq_len)
+        for path, greatest in (pair for part in self.tokens for pair in part.greatest):
+            if greatest >= tokenizer.vocab_size:
+                raise UserError(f"{path} holds id {greatest}, but a {tokenizer.kind} vocabulary has {tokenizer.vocab_size:,} "
+                                "tokens; give the --tokenizer that made the file")
+        return self.tokens
+
+
+def read(name):
+    """A name as --data takes it -> Corpus: of token files if it is a folder that has some (token_files), else of load_text."""
+    groups = token_files(name)
+    if not groups:
+        text, used = load_text(name)
+        return Corpus(used, hashlib.sha256(text.encode("utf-8")).hexdigest(), text)
+    digest = hashlib.sha256()
+    tokens = tuple(Tokens(group, digest) for group in groups)
+    return Corpus(str(name), digest.hexdigest(), tokens=tokens)
+
 
 def load_text(name, folder="data"):
     """-> (text, used), where `used` is the name of what was really read: 'shakespeare', 'pydoc' or the path as given.
@@ -45,45 +88,59 @@ def load_text(name, folder="data"):
         return _shakespeare(Path(__file__).resolve().parent / folder / "shakespeare.txt")
     if name == "pydoc":
         return _pydoc(), "pydoc"
-    paths = [name]
-    if os.path.isdir(name):
-        paths = sorted((p for p in Path(name).rglob("*.txt") if p.is_file()), key=lambda p: p.as_posix())
-        if not paths:
-            raise UserError(f"the folder {name} holds no .txt file; --data takes a text file or a folder of .txt files")
-    text = "\n".join(_decode(_read(path), path) for path in paths)
+    text = "".join(_pieces(name))
     if not text.strip("\n"):
         raise UserError(f"{name} is empty; --data needs a file or folder with text in it")
     return text, str(name)
 
 
-def _read(path):
-    """-> bytes. A FIFO or device is refused before it is opened: opening could wait for ever."""
+def _pieces(name, size=2**24):
+    """The text of a file, or of a folder's *.txt files, in pieces of whole lines, of about `size` bytes."""
+    paths = [name]
+    if os.path.isdir(name):
+        paths = sorted((p for p in Path(name).rglob("*.txt") if p.is_file()), key=lambda p: p.as_posix())
+        if not paths:
+            raise UserError(f"the folder {name} holds no .txt file; --data takes a text file, a folder of .txt files, or one of "
+                            "token files with train and val in their names, as train.bin and val.bin")
+    for path in paths:
+        if path is not paths[0]:
+            yield "\n"
+        with _open(path) as file:
+            offset = 0
+            while data := b"".join(file.readlines(size)):
+                yield _decode(data, path, offset)
+                offset += len(data)
+
+
+def _open(path):
+    """-> the file, to read its bytes. A FIFO or device is refused before it is opened: opening could wait for ever."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise UserError(f"{path} is not a regular file; save the text in a file and give its path")
-        return Path(path).read_bytes()
+        return open(path, "rb")
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"no such file: '{path}'; --data takes shakespeare, pydoc, a text file or a folder") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from None
 
 
-def _decode(data, path):
-    """UTF-8 bytes -> text without a byte order mark."""
-    body = data.removeprefix(codecs.BOM_UTF8)
+def _decode(data, path, offset=0):
+    """UTF-8 bytes, those of the file from `offset` on -> text; a byte order mark at the file's beginning is dropped."""
+    body = data if offset else data.removeprefix(codecs.BOM_UTF8)
     try:
         return body.decode("utf-8")
     except UnicodeDecodeError as error:
         guess = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin1"
-        offset = error.start + len(data) - len(body)
-        raise UserError(f"{path} is not UTF-8: byte 0x{data[offset]:02x} at offset {offset}; convert it, "
+        at = error.start + len(data) - len(body)
+        raise UserError(f"{path} is not UTF-8: byte 0x{data[at]:02x} at offset {offset + at}; convert it, "
                         f"perhaps with: iconv -f {guess} -t utf-8") from None
 
 
 def _shakespeare(path):
     """-> (text, 'shakespeare'), or (help text, 'pydoc') and a line on stderr if there is no file and no network."""
     if os.path.exists(path):
-        data = _read(path)
+        with _open(path) as file:
+            data = file.read()
         if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
             raise UserError(f"{path} is not tiny Shakespeare (wrong sha256); delete it to have it downloaded again, "
                             f"or train on it as it is with --data {path}")
@@ -193,8 +250,12 @@ class Tokenizer:
         return lambda ids=(), final=False: decoder.decode(self._bytes(ids), final)
 
     def bytes_in(self, ids):
-        """Number of UTF-8 bytes behind these ids: nats per token -> bits per byte."""
-        return int(self.lengths[self._checked(ids)].sum())
+        """Number of UTF-8 bytes behind these ids."""
+        return sum(int(self.lengths[self._checked(ids[i: i + 2**20])].sum()) for i in range(0, len(ids), 2**20))
+
+    def bytes_a_token(self, ids):
+        """The mean of what a model that reads these ids predicts, all but the first: nats per token -> bits per byte."""
+        return (self.bytes_in(ids) - self.bytes_in(ids[:1])) / (len(ids) - 1)
 
     def state(self):
         """Everything needed to rebuild it, of plain types: torch.load(weights_only=True) reads it back."""
@@ -221,7 +282,7 @@ def make_tokenizer(kind, text):
     if kind == "gpt2":
         return Tokenizer(kind, _gpt2_tokens())
     if not text:
-        raise UserError("a char tokenizer needs a text that is not empty")
+        raise UserError("a char tokenizer needs a text that is not empty; of token files say what made them, --tokenizer gpt2 or byte")
     return Tokenizer(kind, [_utf8(character) for character in sorted(set(text))])
 
 
@@ -261,6 +322,92 @@ def _utf8(text):
                         f"give the text as UTF-8") from None
 
 
+# ---- token files
+
+LLM_C, LLM_C_HEADER = 20240520, 1024                    # the number that begins llm.c's files; the bytes before their ids
+
+
+def token_files(name):
+    """-> paths to train and to validate on: the *.bin in a folder with `train`, else `val`, in their names; or None."""
+    paths = sorted(Path(name).glob("*.bin")) if os.path.isdir(name) else []
+    train = [path for path in paths if "train" in path.name]
+    val = [path for path in paths if "val" in path.name and path not in train]
+    return (train, val) if train and val else None
+
+
+class Tokens:
+    """The ids of token files, end to end, as an array that stays on the disk: ids[a:b] -> (b - a,) int64.
+
+    Each file is read once to check it: what is wrong should show at once, and not days into a run.
+    """
+
+    def __init__(self, paths, digest):
+        self.parts, self.greatest, self.starts, self.length = [], [], [], 0
+        for path in paths:
+            part = _token_file(path)
+            if len(part) > 2**29:
+                _say(f"data: reading all {len(part):,} ids of {path} once, to check them")
+            greatest = 0
+            for i in range(0, len(part), 2**24):
+                block = np.asarray(part[i: i + 2**24])
+                digest.update(block)
+                greatest = max(greatest, int(block.max()))
+            self.greatest.append((path, greatest))
+            self.parts.append(part)
+            self.starts.append(self.length)
+            self.length += len(part)
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, span):
+        a, b, _ = span.indices(self.length)
+        parts = [part[max(a - i, 0): b - i] for i, part in zip(self.starts, self.parts) if i < b and a < i + len(part)]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def _token_file(path):
+    """-> (n,) uint16 on the disk: of nanoGPT's files, which are ids and nothing else, or llm.c's, which begin with a header."""
+    with _open(path) as file:
+        magic, version, n = [*np.fromfile(file, "<i4", 3), 0, 0, 0][:3]
+    size, header = os.path.getsize(path), LLM_C_HEADER if magic == LLM_C else 0
+    if header and (version != 1 or size != header + 2 * n):
+        raise UserError(f"{path} has {size} bytes and a header of version {version} with {n} ids; it should be version 1 and "
+                        f"{header} bytes and 2 an id: download it again")
+    if size % 2 or size == header:
+        raise UserError(f"{path} has {size} bytes, so it is empty or not made of ids of 2 bytes each; make it again")
+    return np.memmap(path, "<u2", "r", header)
+
+
+def make_token_files(name, kind, out):
+    """The text of a file or folder, however large -> OUT/train.bin and OUT/val.bin, cut by `split`; like nanoGPT's, 2 bytes an id.
+
+    The text is encoded in pieces of whole lines: of gpt2, white space may become other tokens there than it would in one piece.
+    Raises UserError for what load_text and split refuse, and where such a file is already.
+    """
+    tokenizer, out = make_tokenizer(kind, ""), Path(out)
+    for path in (out / "train.bin", out / "val.bin"):
+        if path.exists():
+            raise UserError(f"{path} is already there; give another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        train, val, n = Path(folder, "train.bin"), Path(folder, "val.bin"), 0
+        with open(train, "wb") as file:
+            for piece in _pieces(name):
+                ids = tokenizer.encode(piece)
+                ids.astype("<u2").tofile(file)
+                n += len(ids)
+                _say(f"data: {n:,} ids")
+        cut = len(split(range(n))[0])
+        with open(train, "rb") as every, open(val, "wb") as file:
+            every.seek(2 * cut)
+            shutil.copyfileobj(every, file)
+        os.truncate(train, 2 * cut)
+        os.replace(val, out / "val.bin")
+        os.replace(train, out / "train.bin")
+    print(f"{cut:,} ids to train, {n - cut:,} to validate; python train.py --data {shlex.quote(str(out))} --tokenizer {kind}")
+
+
 # ---- batches
 
 def split(ids, seq_len=1):
@@ -285,18 +432,22 @@ def epoch(n, seq_len, seed, number):
     return random.integers(n - count * seq_len) + seq_len * random.permutation(count)
 
 
+def pairs(ids, starts, length):
+    """-> x, y (B, length) int64: ids from each start on, and y one token later."""
+    rows = torch.stack([torch.as_tensor(ids[i: i + length + 1]) for i in starts]).long()
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
 def batch(ids, seed, step, batch_size, seq_len):
     """ids (N,) -> x, y (B, T) int64, where y is x one token later. A pure function of (seed, step): every window of an epoch
     comes once, then those of the next, and no state is used or changed. Raises UserError when N < T + 1.
     """
-    ids = torch.as_tensor(ids)
     if len(ids) < seq_len + 1:
         raise UserError(f"the text is too short: --seq-len {seq_len} needs {seq_len + 1} tokens, here are {len(ids)}; "
                         f"give a longer text or a smaller --seq-len")
     count = len(epoch(len(ids), seq_len, seed, 0))
     start = [epoch(len(ids), seq_len, seed, i // count)[i % count] for i in range(step * batch_size, (step + 1) * batch_size)]
-    rows = ids[torch.tensor(start)[:, None] + torch.arange(seq_len + 1)].long()       # (B, T+1)
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    return pairs(ids, start, seq_len)
 
 
 def windows(ids, seq_len, batch_size):
@@ -304,15 +455,24 @@ def windows(ids, seq_len, batch_size):
     Windows do not overlap; what is left over, shorter than T, comes last as a batch of one. Weight means by y.numel().
     Raises UserError when N < 2.
     """
-    ids = torch.as_tensor(ids).long()
     if len(ids) < 2:
         raise UserError(f"a loss needs 2 tokens at least, here are {len(ids)}; give a longer text")
     whole = (len(ids) - 1) // seq_len * seq_len
-    x, y = ids[:whole].view(-1, seq_len), ids[1:whole + 1].view(-1, seq_len)     # (windows, T)
-    if whole:
-        yield from zip(x.split(batch_size), y.split(batch_size))
+    for i in range(0, whole, batch_size * seq_len):
+        yield pairs(ids, range(i, min(i + batch_size * seq_len, whole), seq_len), seq_len)
     if whole < len(ids) - 1:
-        yield ids[None, whole:-1], ids[None, whole + 1:]
+        yield pairs(ids, [whole], len(ids) - 1 - whole)
+
+
+def streams(ids, seq_len, n):
+    """The same text as n streams side by side, in pieces of seq_len: x, y (n, seq_len or fewer); fewer than n tokens are left out.
+
+    A text of fewer tokens than that makes fewer streams.
+    """
+    n = min(n, len(ids) - 1)
+    length = (len(ids) - 1) // n
+    for i in range(0, length, seq_len):
+        yield pairs(ids, range(i, i + n * length, length), min(seq_len, length - i))
 
 
 # ---- synthetic tasks
@@ -353,3 +513,26 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
     tokens.scatter_(1, place, keys.gather(1, asked))
     targets = torch.full_like(tokens, -100).scatter_(1, place, values.gather(1, asked))
     return tokens, targets
+
+
+# ---- main
+
+def main(argv=None):
+    parser = Parser(prog="data.py", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                    description=make_token_files.__doc__)
+    parser.add_argument("--data", required=True, help="a text file, or a folder: all its .txt files, in subfolders, too")
+    parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="what a token is [gpt2]")
+    parser.add_argument("--out", default="tokens", help="folder for train.bin and val.bin [tokens]")
+    args = parser.parse_args(argv)
+    try:
+        make_token_files(args.data, args.tokenizer, args.out)
+    except (UserError, OSError) as fault:
+        print(f"error: {fault}", file=sys.stderr)
+        return 2 if isinstance(fault, UserError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

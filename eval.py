@@ -10,7 +10,6 @@ Loss by position tells whether more context helps: attention gets nothing from b
 still holds. Multi-query associative recall (data.mqar draws it) asks for the values of keys that were shown once.
 """
 import argparse
-import hashlib
 import math
 import os
 import sys
@@ -63,13 +62,14 @@ def text_task(args):
     model, tokenizer = train.rebuild(ckpt)
     model.to(device).eval()
     name, T = args.data or ckpt["train"]["data"], ckpt["train"]["seq_len"]
-    text, used = data.load_text(name)
-    _, val = data.split(tokenizer.encode(text), T)
+    corpus = data.read(name)
+    _, val = corpus.splits(tokenizer, T)
     say(f"{ckpt['path']}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
         f"{ckpt['data']['used']} in windows of {T}")
-    same = hashlib.sha256(text.encode("utf-8")).hexdigest() == ckpt["data"]["sha256"]
-    say(f"the last tenth of {used}, {len(val):,} tokens{'' if same else '; it is not the text of the training'}")
-    bytes_a_token = tokenizer.bytes_in(val[1:]) / (len(val) - 1)
+    part = "the validation files" if corpus.tokens else "the last tenth"
+    same = "" if corpus.sha256 == ckpt["data"]["sha256"] else "; it is not the text of the training"
+    say(f"{part} of {corpus.used}, {len(val):,} tokens{same}")
+    bytes_a_token = tokenizer.bytes_a_token(val)
     for carry, how in ((False, "memory reset at each window"), (True, f"{args.batch_size} streams, memory carried")):
         loss = train.evaluate(model, val, T, args.batch_size, carry=carry)
         say(f"  {how:27s}  {nats(loss, bytes_a_token)}")
@@ -102,7 +102,7 @@ def pieces(ids, n, length=1024):
 
     All pieces are equally long, for the size of a state depends on how far into a chunk it is.
     """
-    ids = torch.as_tensor(ids).long()
+    ids = torch.as_tensor(ids[: n + 1]).long()
     for t in range(0, n, length):
         at = torch.arange(t, t + length) % (len(ids) - 1)
         yield ids[at][None], ids[at + 1][None]
@@ -208,7 +208,7 @@ MQAR = "model", "pairs", "vocab", "seq_len", "steps", "lr", "optimizer", "seed"
 
 def parse(argv=None):
     style = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=118)
-    parser = train.Parser(prog="eval.py", description=__doc__, allow_abbrev=False, formatter_class=style)
+    parser = data.Parser(prog="eval.py", description=__doc__, allow_abbrev=False, formatter_class=style)
     add = parser.add_argument
     add("--task", default="text", choices=("text", "mqar"), help="[text]")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")

@@ -13,8 +13,8 @@ import sys
 
 import torch
 
-from data import UserError
-from train import LIMIT, Parser, encode_prompt, load_checkpoint, nobody_reads, pick_device, rebuild, tune_cpu, write
+from data import Parser, UserError
+from train import LIMIT, encode_prompt, load_checkpoint, nobody_reads, pick_device, rebuild, tune_cpu, write
 
 
 def at_least(kind, low, high=math.inf):

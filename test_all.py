@@ -1668,10 +1668,10 @@ def test_text_mistakes(tmp_path):
 
 def test_text_unreadable(tmp_path, monkeypatch):
     """A file without permission is a message, not a traceback (simulated: root may read everything)."""
-    def refuse(self):
+    def refuse(path, mode):
         raise PermissionError(13, "Permission denied")
     (tmp_path / "f.txt").write_text("x")
-    monkeypatch.setattr(data.Path, "read_bytes", refuse)
+    monkeypatch.setattr(data, "open", refuse, raising=False)
     assert "Permission denied" in user_error(data.load_text, str(tmp_path / "f.txt"))
 
 
@@ -1804,6 +1804,94 @@ def test_tokenizer_mistakes():
 def test_damaged_tokenizer_state(state):
     """A hostile checkpoint must be refused at once; without all bytes tiktoken would panic past `except Exception`."""
     assert "damaged" in user_error(data.tokenizer_from_state, state)
+
+
+# ---- token files
+
+def token_file(path, ids, header=None):
+    path.parent.mkdir(exist_ok=True)
+    head = np.zeros(256 if header else 0, dtype="<i4")
+    head[:3 if header else 0] = header or []
+    path.write_bytes(head.tobytes() + np.array(ids, dtype="<u2").tobytes())
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2"])
+def test_token_files_are_the_text(tmp_path, monkeypatch, kind):
+    """However small the pieces, files made of a text must be its ids, cut in the same place."""
+    fake_gpt2(monkeypatch)
+    lines = [f"\ufeffthe {i}th line, \u00e9\u4e2d of many\r\n" for i in range(40)]
+    (tmp_path / "texts" / "deep").mkdir(parents=True)
+    (tmp_path / "texts" / "a.txt").write_text("".join(lines), encoding="utf-8", newline="")
+    (tmp_path / "texts" / "deep" / "b.txt").write_text("and more", encoding="utf-8", newline="")
+    text, pieces = data.load_text(str(tmp_path / "texts"))[0], data._pieces
+    assert len(list(pieces(tmp_path / "texts", 50))) > 10 and "".join(pieces(tmp_path / "texts", 50)) == text
+    monkeypatch.setattr(data, "_pieces", lambda name: pieces(name, 50))
+    data.make_token_files(tmp_path / "texts", kind, tmp_path / "made")
+    assert sorted(p.name for p in (tmp_path / "made").iterdir()) == ["train.bin", "val.bin"]
+    tokenizer, corpus = data.make_tokenizer(kind, ""), data.read(tmp_path / "made")
+    for made, ids in zip(corpus.splits(tokenizer, 1), data.split(tokenizer.encode(text)), strict=True):
+        assert len(made) == len(ids) and made[:].dtype == np.int64 and made[:].tolist() == ids.tolist()
+        assert tokenizer.bytes_a_token(made) == tokenizer.bytes_a_token(ids) > 0
+    assert "already there" in user_error(data.make_token_files, tmp_path / "texts", kind, tmp_path / "made")
+    (tmp_path / "b.txt").write_bytes(b"fifteen letters\n" * 9 + b"\xff")
+    assert "byte 0xff at offset 144" in user_error(data.make_token_files, tmp_path / "b.txt", kind, tmp_path / "new")
+    (tmp_path / "b.txt").write_bytes(b"short")
+    assert "too short" in user_error(data.make_token_files, tmp_path / "b.txt", kind, tmp_path / "new")
+    assert not any((tmp_path / "new").iterdir())              # nothing half done is left
+
+
+def test_several_token_files_are_one(tmp_path):
+    """nanoGPT's files and llm.c's, in the order of their names; every slice, also of the border between two."""
+    token_file(tmp_path / "x_train_2.bin", [7, 8, 9])
+    token_file(tmp_path / "x_train_1.bin", [1, 2, 3, 4], header=[20240520, 1, 4])
+    token_file(tmp_path / "x_train_3_of_retrieval.bin", [65535])
+    token_file(tmp_path / "x_val_1.bin", [5, 6])
+    token_file(tmp_path / "weights.bin", [0])                 # neither
+    corpus, ids = data.read(str(tmp_path)), [1, 2, 3, 4, 7, 8, 9, 65535]
+    train_ids, val_ids = corpus.tokens
+    for a, b in [(a, b) for a in range(-9, 10) for b in (None, *range(-9, 10))]:
+        assert train_ids[a:b].tolist() == ids[a:b] and train_ids[a:b].dtype == np.int64
+    assert len(train_ids) == 8 and val_ids[:].tolist() == [5, 6] and corpus.used == str(tmp_path)
+    assert corpus.sha256 == data.read(tmp_path).sha256
+    token_file(tmp_path / "x_train_2.bin", [7, 0, 9])
+    assert corpus.sha256 != data.read(tmp_path).sha256
+
+
+@pytest.mark.parametrize("ids, header, said", [
+    ([], None, "has 0 bytes"), ([], [20240520, 1, 0], "has 1024 bytes, so it is empty"), ([1, 2], [20240520, 1, 3], "with 3 ids"),
+    ([1, 2], [20240520, 2, 2], "version 2"), ([1, 256], None, "holds id 256, but a byte vocabulary has 256 tokens")])
+def test_token_files_that_are_none(tmp_path, ids, header, said):
+    """What is no token file, or one of another vocabulary, must be named before training on noise, or days into it."""
+    token_file(tmp_path / "train.bin", [1, 2, 3])
+    token_file(tmp_path / "val.bin", ids, header)
+    message = user_error(lambda: data.read(tmp_path).splits(data.Tokenizer("byte", data.EVERY_BYTE), 1))
+    assert said in message and "val.bin" in message
+    (tmp_path / "val.bin").write_bytes(b"odd")
+    assert "has 3 bytes" in user_error(data.read, tmp_path)
+
+
+def test_training_on_token_files_is_training_on_the_text(text, tmp_path, capsys):
+    """The same losses to the bit, from data.py's own flags to eval.py; and what the files cannot tell is asked for."""
+    made, a, b = (tmp_path / name for name in ("made files", "a", "b"))
+    assert data.main(["--data", str(text), "--tokenizer", "byte", "--out", str(made)]) == 0
+    assert f"--data '{made}' --tokenizer byte" in capsys.readouterr().out
+    for source, out in ((text, a), (made, b)):
+        assert go(source, out, "--tokenizer", "byte", "--steps", 4) == 0
+    assert rows(a, "loss", "val") == rows(b, "loss", "val")
+    capsys.readouterr()
+    said = []
+    for out in (a, b):
+        assert eval.main(["--ckpt", str(out), "--device", "cpu", "--stream", "2048", "--windows", "4"]) == 0
+        said.append([line for line in capsys.readouterr().out.splitlines() if "nats/token  " in line or " - " in line])
+    assert said[0] == said[1] and len(said[0]) > 3
+    assert "--tokenizer gpt2 or byte" in refused(capsys, train.main, "--data", made, "--out", tmp_path / "c")
+    assert go(made, tmp_path / "c", "--tokenizer", "byte", "--steps", 4, "--stop-after", 2) == 0
+    assert train.main(["--resume", "--stop-after", "3", "--out", str(tmp_path / "c")]) == 0
+    token_file(made / "train.bin", [1] * 3000)
+    capsys.readouterr()
+    assert "give the same text" in refused(capsys, train.main, "--resume", "--out", tmp_path / "c")
+    assert "already there" in refused(capsys, data.main, "--data", text, "--tokenizer", "byte", "--out", made)
+    assert "invalid choice" in refused(capsys, data.main, "--data", text, "--tokenizer", "char")
 
 
 # ---- batches
@@ -2058,7 +2146,7 @@ def test_default_warmup_fits_a_short_run_and_an_explicit_one_is_checked(capsys):
 def test_wrong_flags_are_refused(argv, word, capsys, tmp_path, monkeypatch):
     """A typo that is ignored trains the wrong model for hours; a wrong value must not leave a folder behind."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "load_text", None)
+    monkeypatch.setattr(train, "read", None)
     assert word in refused(capsys, train.main, *argv.split())
     assert not list(tmp_path.iterdir())
 
@@ -3496,6 +3584,16 @@ MUTANTS = [
      "test_omega_is_omega_ref[omeganet]"),
     ("windows drawn with repetition", "data.py", "random.permutation(count)", "random.integers(count, size=count)",
      "test_an_epoch_has_every_window_once"),
+    ("a slice of token files ends with the first", "data.py", "if i < b and a < i + len(part)]", "if i <= a < i + len(part)]",
+     "test_several_token_files_are_one"),
+    ("a header read as ids", "data.py", 'np.memmap(path, "<u2", "r", header)', 'np.memmap(path, "<u2", "r", 0)',
+     "test_several_token_files_are_one"),
+    ("ids that the vocabulary lacks", "data.py", "if greatest >= tokenizer.vocab_size:", "if greatest > tokenizer.vocab_size:",
+     "test_token_files_that_are_none"),
+    ("token files not told apart", "data.py", "                digest.update(block)\n", "", "test_several_token_files_are_one"),
+    ("token files that overlap", "data.py", "every.seek(2 * cut)", "every.seek(0)", "test_token_files_are_the_text"),
+    ("a mark of byte order dropped in the middle of a file", "data.py", "data if offset else data.removeprefix", "data.removeprefix",
+     "test_token_files_are_the_text"),
     ("every epoch cut alike", "data.py", "[seed % 2**64, number]", "[seed % 2**64, 0]", "test_an_epoch_has_every_window_once"),
     ("a late run keeps its rates high", "train.py", "lr_scale(step - 1, tc, earlier + tick - began)", "lr_scale(step - 1, tc)",
      "test_minutes_end_a_run_whose_steps_take_too_long"),
@@ -3544,7 +3642,7 @@ MUTANTS = [
      "test_nothing_waits_for_the_host[atlas++-more4]"),
     ("no tokens, no answer", "omega.py", " if ys else torch.zeros_like(v)", "", "test_any_split_is_the_whole[atlas]"),
     ("no reader, no run", "train.py", "        nobody_reads()\n", "        raise\n", "test_a_run_outlives_its_reader"),
-    ("as many streams as asked for", "train.py", "    n = min(n, len(ids) - 1)\n", "", "test_more_streams_than_tokens"),
+    ("as many streams as asked for", "data.py", "    n = min(n, len(ids) - 1)\n", "", "test_more_streams_than_tokens"),
     ("a thread of its own compiles eight shapes", "chunks.py", "        if Chunks.compiled:", "        if False:",
      "test_chunk_steps_compile_whole"),
     ("detach cuts off M0", "models.py", "    if isinstance(state, nn.Parameter):\n        return state\n", "", "test_detach[atlas]"),

@@ -12,7 +12,6 @@ run that was stopped and resumed ends in the same bits as one that was not, as l
 import argparse
 import csv
 import ctypes
-import hashlib
 import math
 import os
 import shlex
@@ -30,7 +29,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from data import KINDS, UserError, batch, load_text, make_tokenizer, split, tokenizer_from_state, windows
+from data import KINDS, Parser, UserError, batch, make_tokenizer, read, streams, tokenizer_from_state, windows
 from models import LM, PRESETS, SIZES, Config, detach, opt
 from muon import exact_products, newton_schulz
 
@@ -46,7 +45,7 @@ class TrainConfig:
     """Everything about a run that is not the network. Numbers are at least 0, or at least `low`; integers below LIMIT."""
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
     size: str = opt("auto", "of network and run; auto: baby on CUDA, else tiny", choices=("auto", *SIZES))
-    data: str = opt("shakespeare", "shakespeare, pydoc, a text file, or a folder of text files")
+    data: str = opt("shakespeare", "shakespeare, pydoc, a text file, or a folder of text files or token files (data.py)")
     tokenizer: str = opt("char", "what a token is", choices=KINDS)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv; a new run moves those of an earlier one to OUT/old-N")
     resume: bool = opt(False, "go on from OUT/ckpt.pt, with its settings")
@@ -110,13 +109,6 @@ FREE = LAUNCH | {"data", "eval_every", "log_every", "sample_tokens", "remat"} # 
 
 class Halt(Exception):
     """Ends a run with one line and exit code 1: not the user's mistake, and the last checkpoint is intact."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse that answers a mistake with one line, not with its whole usage."""
-
-    def error(self, message):
-        self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
 
 
 def flag(name):
@@ -511,17 +503,6 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
     return loss, size
 
 
-def streams(ids, seq_len, n):
-    """The same text as n streams side by side, in pieces of seq_len: x, y (n, seq_len or fewer); fewer than n tokens are left out.
-
-    A text of fewer tokens than that makes fewer streams.
-    """
-    n = min(n, len(ids) - 1)
-    length = (len(ids) - 1) // n
-    x, y = (torch.as_tensor(ids[i: i + n * length]).view(n, length) for i in (0, 1))
-    return zip(x.split(seq_len, 1), y.split(seq_len, 1))
-
-
 @torch.no_grad()
 def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32):
     """Mean loss in nats a token over a split cut into windows of seq_len, or about max_windows of them, evenly spaced.
@@ -609,7 +590,7 @@ def finish(model, run, tc, splits, tokenizer, device, dtype):
     ckpt = load_checkpoint(tc.out)
     model.load_state_dict(ckpt["model"])
     val, nats = splits[1], {}
-    bytes_a_token = tokenizer.bytes_in(val[1:]) / (len(val) - 1)
+    bytes_a_token = tokenizer.bytes_a_token(val)
     say(f"\nbest step {ckpt['step']} on the whole validation split, {len(val):,} tokens in windows of {tc.seq_len}:")
     for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {tc.batch_size} streams")):
         grows = carry and model.config.mixer == "attention"                     # a cache: its length is a shape of its own
@@ -648,14 +629,13 @@ def write(model, tokenizer, ids, n, **how):
 
 def prepare_data(tc, ckpt=None):
     """-> tokenizer, (training ids, validation ids), what text it was: on resume, the one that the run began with."""
-    text, used = load_text(tc.data)
-    sha = hashlib.sha256(text.encode("utf-8")).hexdigest()
-    if ckpt and sha != ckpt["data"]["sha256"]:
+    corpus = read(tc.data)
+    if ckpt and corpus.sha256 != ckpt["data"]["sha256"]:
         was = ckpt["data"]
         raise UserError(f"--resume: data is {was['used']} (sha256 {was['sha256'][:12]}) in {ckpt['path']}, but now "
-                        f"{used} ({sha[:12]}); give the same text with --data")
-    tokenizer = tokenizer_from_state(ckpt["tokenizer"]) if ckpt else make_tokenizer(tc.tokenizer, text)
-    return tokenizer, split(tokenizer.encode(text), tc.seq_len), dict(used=used, sha256=sha)
+                        f"{corpus.used} ({corpus.sha256[:12]}); give the same text with --data")
+    tokenizer = tokenizer_from_state(ckpt["tokenizer"]) if ckpt else make_tokenizer(tc.tokenizer, corpus.text)
+    return tokenizer, corpus.splits(tokenizer, tc.seq_len), dict(used=corpus.used, sha256=corpus.sha256)
 
 
 def probe(out):
