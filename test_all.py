@@ -2528,6 +2528,50 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(text, tmp_p
     assert train.load_checkpoint(tmp_path / "out" / "ckpt.pt")["step"] == 4
 
 
+# one of two processes, as torchrun starts them: the second one alone is told to stop, in its third step; then both go on
+ONE_OF_TWO = """
+import os, signal, sys, train
+real = train.train_step
+def step(model, optimizers, tc, ids, i, *rest):
+    if i == 2 and train.rank() == 1:
+        signal.raise_signal(signal.SIGTERM)
+    return real(model, optimizers, tc, ids, i, *rest)
+train.train_step = step
+assert train.main(sys.argv[1:]) == 143 and train.load_checkpoint(sys.argv[-1] + "/ckpt.pt")["step"] == 3
+os.environ["MASTER_PORT"] = os.environ["NEXT_PORT"]           # where the second would still meet what the first left at the old one
+assert train.main(["--resume", "--device", "cpu", "--threads", "1", "--out", sys.argv[-1]]) == 0
+"""
+
+
+def test_two_processes_train_like_one(text, tmp_path, capsys):
+    """Gradients not added, or of the wrong share, change the loss; a step that only one of them takes waits for ever."""
+    flags = ["--optimizer", "muon", "--grad-accum", "4", "--steps", "6"]
+    assert go(text, tmp_path / "one", *flags) == 0
+    capsys.readouterr()
+    with socket.socket() as a, socket.socket() as b:
+        a.bind(("127.0.0.1", 0))
+        b.bind(("127.0.0.1", 0))
+        ports = [str(free.getsockname()[1]) for free in (a, b)]
+    argv = [sys.executable, "-c", ONE_OF_TWO, *NET, *RUN, "--data", text, *flags, "--out", tmp_path / "two"]
+    env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=ports[0], NEXT_PORT=ports[1], WORLD_SIZE="2")
+    both = [subprocess.Popen(list(map(str, argv)), env=dict(env, RANK=str(i), LOCAL_RANK=str(i)), cwd=HERE, text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(2)]
+    (said, wrong), (quiet, more) = [p.communicate(timeout=300) for p in both]
+    assert [p.returncode for p in both] == [0, 0], wrong + more
+    assert "2 processes" in said and "done: atlas" in said and not quiet
+    one, two = rows(tmp_path / "one", "step", "loss", "val", "grad_norm"), rows(tmp_path / "two", "step", "loss", "val", "grad_norm")
+    for a, b in zip(one, two, strict=True):
+        assert [float(x or 0) for x in a] == pytest.approx([float(x or 0) for x in b], rel=1e-4)
+
+
+def test_processes_share_the_passes_of_a_step(capsys, monkeypatch, tmp_path):
+    """Two processes cannot share three passes, nor end together by clocks of their own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = ["--device", "cpu", "--out", tmp_path / "out"]
+    assert "--grad-accum 2" in refused(capsys, train.main, *flags, "--grad-accum", 3, "--steps", 2)
+    assert "--minutes 0" in refused(capsys, train.main, *flags, "--grad-accum", 2)
+
+
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
 def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_update(fault, text, tmp_path, monkeypatch, capsys):
     """One NaN step turns all weights to NaN; here it comes on a step (6) that is neither logged nor validated."""
@@ -3595,6 +3639,9 @@ MUTANTS = [
     ("a mark of byte order dropped in the middle of a file", "data.py", "data if offset else data.removeprefix", "data.removeprefix",
      "test_token_files_are_the_text"),
     ("every epoch cut alike", "data.py", "[seed % 2**64, number]", "[seed % 2**64, 0]", "test_an_epoch_has_every_window_once"),
+    ("each process takes all passes", "train.py", "parts[rank()::processes()]", "parts", "test_two_processes_train_like_one"),
+    ("each process by its own gradient", "train.py", "for a in (loss, *grads.values()):", "for a in [loss]:",
+     "test_two_processes_train_like_one"),
     ("a late run keeps its rates high", "train.py", "lr_scale(step - 1, tc, earlier + tick - began)", "lr_scale(step - 1, tc)",
      "test_minutes_end_a_run_whose_steps_take_too_long"),
     ("a time limit on steps that were asked for", "train.py", '"steps" in given and "minutes" not in given', "False",

@@ -4,6 +4,7 @@
     python train.py --model transformer --out base       a baseline
     python train.py --data my.txt --window 1 --no-muon   your own text; every field of models.Config is a flag
     python train.py --resume                             go on exactly where OUT/ckpt.pt stopped
+    torchrun --nproc-per-node 8 train.py --size 340m     on 8 GPUs, which share the --grad-accum passes of a step
 
 OUT/ckpt.pt is the last state, OUT/best.pt the one with the best validation loss, OUT/log.csv has one row a logged step.
 A batch is a function of (seed, step) alone and a checkpoint holds all the rest, so on a CPU (same number of threads) a
@@ -27,6 +28,7 @@ from itertools import count, islice
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from data import KINDS, Parser, UserError, batch, make_tokenizer, read, streams, tokenizer_from_state, windows
@@ -181,6 +183,8 @@ def save_checkpoint(path, run, model, optimizers):
     rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
     state = dict(run, format=FORMAT, torch=str(torch.__version__), rng=rng, model=model.state_dict(),
                  optimizers=[o.state_dict() for o in optimizers])
+    if rank():
+        return
     tmp = path.with_name(path.name + ".tmp")
     try:
         with open(tmp, "wb") as f:
@@ -265,8 +269,41 @@ def first_line(fault):
 
 # ---- the machine
 
+def rank():
+    """The number of this process, of those that torchrun has started; the first one, 0, is the one that talks and writes."""
+    return int(os.environ.get("RANK", 0))
+
+
+def processes():
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def join(device, tc):
+    """Make this process one of several -> its device. They compute the same steps, each from its share of the passes (train_step)."""
+    if device.type == "mps":
+        raise UserError("several processes on mps cannot exchange gradients; use one, or --device cpu")
+    if tc.grad_accum % processes() or tc.minutes:
+        raise UserError(f"{processes()} processes need a --grad-accum that they can share, not {tc.grad_accum}, and no --minutes, "
+                        f"for their clocks differ; add --grad-accum {processes()} --minutes 0")
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def greatest(number, device):
+    """The greatest of all processes' numbers."""
+    if processes() > 1:
+        number = torch.tensor(number, device=device)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    return int(number)
+
+
 def say(text=""):
     """A line on stdout. A run outlives its reader (`| head`, or a `| tee` that the same Ctrl-C has ended): it has things to save."""
+    if rank():
+        return
     try:
         print(text, flush=True)
     except OSError:                                           # a broken pipe; Windows calls it an invalid argument
@@ -385,7 +422,7 @@ def compile_model(model, x, y, dtype):
     began = time.perf_counter()
     torch.compiler.set_stance("default")
     (model.compile_memory if hasattr(model, "compile_memory") else model.compile)()
-    with torch.random.fork_rng([0] if x.is_cuda else []):     # the trial draws no random number of the run
+    with torch.random.fork_rng([x.get_device()] if x.is_cuda else []):     # the trial draws no random number of the run
         try:
             with autocast(x.device, dtype):
                 loss = model.loss(x, y)
@@ -479,13 +516,16 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
     If one is not finite, no weight has changed.
     """
     x, y = batch(ids, tc.seed, step, tc.batch_size * tc.grad_accum, tc.seq_len)
-    loss = 0.0
-    for part_x, part_y in zip(x.split(tc.batch_size), y.split(tc.batch_size)):
+    loss, parts = 0.0, list(zip(x.split(tc.batch_size), y.split(tc.batch_size)))
+    for part_x, part_y in parts[rank()::processes()]:
         with autocast(device, dtype):
             part = model.loss(part_x.to(device), part_y.to(device)) / tc.grad_accum
         part.backward()
         loss += part.detach()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if processes() > 1:
+        for a in (loss, *grads.values()):
+            dist.all_reduce(a)
     norm = torch.nn.utils.get_total_norm(grads.values())
     loss, size = float(loss), float(norm)
     if not (math.isfinite(loss) and math.isfinite(size)):
@@ -553,9 +593,9 @@ def train(model, optimizers, run, tc, splits, device, dtype):
             loss, norm = train_step(model, optimizers, tc, splits[0], step - 1, scale, device, dtype)
             busy, tokens = busy + time.perf_counter() - tick, tokens + tc.batch_size * tc.grad_accum * tc.seq_len
             if log is None:                                   # only now that a step has worked are older files touched
-                if first == 0:
+                if first == 0 and rank() == 0:
                     set_aside(out)
-                log = open_log(out / "log.csv", first)
+                log = open(os.devnull, "w") if rank() else open_log(out / "log.csv", first)
             val, over = None, progress(step, earlier + time.perf_counter() - began, tc)
             if step % tc.eval_every == 0 or over >= 1:
                 val = evaluate(model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
@@ -573,6 +613,7 @@ def train(model, optimizers, run, tc, splits, device, dtype):
             if val is not None and val < run["best"]:         # never true of nan
                 run["best"] = val
                 save_checkpoint(out / "best.pt", run, model, optimizers)
+            stop.signal = greatest(stop.signal, device)
             stopping = stop.signal or step == tc.stop_after and over < 1
             if val is not None or stopping:
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
@@ -649,6 +690,7 @@ def probe(out):
 
 def describe(tc, model, device, dtype, tokenizer, splits, used):
     chip = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    chip += f", {processes()} processes" * (processes() > 1)
     for title, values in (("run", asdict(tc)), ("network", asdict(model.config))):
         text = ", ".join(f"{name} {value}" for name, value in values.items())
         say(textwrap.fill(text, 118, initial_indent=f"{title:8s} ", subsequent_indent=" " * 9))
@@ -668,6 +710,8 @@ def launch(given):
             f"{ckpt['best']:.4f}")
         return 0
     device = pick_device(tc.device)
+    if processes() > 1:
+        device = join(device, tc)
     if device.type == "mps" and tc.remat and config.dropout:
         raise UserError("--remat on mps would draw another dropout in backward (torch keeps no random state there); add --dropout 0")
     dtype = pick_dtype(tc.dtype, device)
@@ -691,11 +735,16 @@ def launch(given):
         if device.type == "cuda" and ckpt["rng"]["cuda"] is not None:
             torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
         say(f"resuming after step {run['step']}")
+    if rank():
+        torch.manual_seed(tc.seed + rank())                   # of its own dropout
     if tc.compile:
         x, y = batch(splits[0], tc.seed, 0, tc.batch_size, tc.seq_len)
         compile_model(model, x.to(device), y.to(device), dtype)
     stopped = train(model, optimizers, run, tc, splits, device, dtype)
-    if stopped is None:
+    if processes() > 1:
+        dist.barrier()                                        # torchrun ends all when one ends: not before the first has saved
+        dist.destroy_process_group()
+    if stopped is None and rank() == 0:
         finish(model, run, tc, splits, tokenizer, device, dtype)
     return 128 + stopped if stopped else 0
 
