@@ -307,7 +307,8 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     flops = 2 * n * weights + deep * 2 * n * hidden * D                          # errors: through the memory and back
     if rule.muon_every:
         blocks = -(-C // rule.muon_every)
-        flops += 2 * (blocks + 1) * n * weights                                  # S of each block and the last
+        rows = blocks + (rule.muon_every > 1) + momentum                         # sums of S for each block and the rest; the last S
+        flops += 2 * rows * n * weights
         flops += blocks * sum(ns_flops(a, b, rule.ns_steps, rule.ns_gram) for a, b in sizes)
         flops += 2 * blocks * (blocks - 1) * weights + 4 * C * weights           # W of each block; reads of W and NS(S)
     else:

@@ -5,7 +5,7 @@ What a chunk is, and every symbol here, is in omega.py. There are four products 
     read_carried        r_t (keepprod_t W_0 + u_t S_0 + M0)              what tokens read of what was there before their chunk
     read_chunks         + (P o R X^T) D                                  and of what it has learned up to them
     learn_chunk         x_i, d_i at the anchor;  X^T (P_last o D)        what the chunk leaves behind
-    muon_learn          the same for each S_t that Newton-Schulz sees; then W_j and O_j of every block j, which muon_read reads
+    muon_learn          the same for each sum of S_t that Newton-Schulz sees; then W_j and O_j of every block j, which muon_read reads
 
 Only learning has to go from chunk to chunk. What the tokens of a chunk read depends on the W and S before it and on its pairs, so
 stretches of chunks are read together, and the gradient of that is computed together; without Newton-Schulz so is all of the gradient but
@@ -87,7 +87,7 @@ def read_carried_backward(R, C, coef, M0, tall, reads, dz, dC=None):
 def write(X, D, last, tall, out=None):
     """X^T (P_last * D) and X^T (G_last * D), what a chunk adds to W and S: X (N, n, in), D (N, n, out) -> (N, s k, wide), as they are in C.
 
-    last (N, n, s, 1) are those rows of P and G; with Newton-Schulz s = r rows of G, one for each S_t.
+    last (N, n, s, 1) are those rows of P and G; with Newton-Schulz the s = r rows of G.
     """
     a, b = (D, X) if tall else (X, D)
     return torch.bmm(scaled(a, last).mT, b, out=out)
@@ -128,8 +128,8 @@ class Part(NamedTuple):
     # With Newton-Schulz     W_t = since_t W_j + own_t O_j,   in blocks of m tokens, or one of c <= m; W_j before block j, W_0 the first
     # coef is (..., blocks, m, 2, 1): keep from the block's first token to t (since), less the sum of A[t, n] step_n over n <= t there (own)
     shares: torch.Tensor | None = None                        # (..., blocks, 1 + blocks)  of W_0 and of O_0 .. in the W after each block
-    G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } at the tokens at which it is refreshed,
-    momprod: torch.Tensor | None = None                       # (..., r, 1)               } and the last
+    G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } summed over the tokens since NS was last taken
+    momprod: torch.Tensor | None = None                       # (..., r, 1)               } (omega.summed); of the last token
 
     def each(self, f):
         return Part(*(None if a is None else f(a) for a in self))
@@ -301,10 +301,10 @@ def longest(cuts):
     return max(now.stop - now.start for now in cuts)
 
 
-def advance(rule, state, W, S, O, length):
+def advance(rule, state, W, S, length, O=(), sums=()):
     """The state `length` tokens on; at a chunk boundary the anchor moves to W."""
     pos = (state.pos + length) % rule.chunk
-    return state._replace(W=W, S=S, anchor=state.anchor if pos else W, O=O if pos else (), pos=pos, zero=False)
+    return state._replace(W=W, S=S, anchor=state.anchor if pos else W, O=O if pos else (), sums=sums, pos=pos, zero=False)
 
 
 def firsts(rule):
@@ -563,7 +563,7 @@ def linear_run(rule, state, parts, B):
     how = rule, (state.pos + c) % rule.chunk == 0, tall
     z, C = run(linear_chunks, linear_chunks_backward, how, parts, M0, C, anchor)
     W, S = (memory.unpack(unlay([a[:, j] for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
-    return z, advance(rule, state, W, S, (), count * c)
+    return z, advance(rule, state, W, S, count * c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -616,23 +616,32 @@ def go_on_backward(shares, held, dheld, dafter):
     return torch.bmm(dafter, WO.flatten(2).mT)
 
 
-def muon_learn(rule, pos, closes, tall, part, M0, W, S, O, anchor):
+def refreshes(pos, c, every):
+    """Of c tokens, the first of them `pos` tokens into a block: at how many Newton-Schulz is taken, and whether there are more after it."""
+    return len(range(-pos % every, c, every)), (pos + c - 1) % every > 0
+
+
+def muon_learn(rule, pos, closes, tall, part, M0, W, S, sums, O, anchor):
     """One chunk (or a part of one) learns, with Newton-Schulz every `muon_every` tokens; it begins `pos` tokens into a block.
 
     Matrices are as `lay` has them; lists that are empty stand for zeros, the anchor for W.
-    -> W_j and O_j of its blocks, as `go_on` has them; W, S, O after it; for its gradient, what memory.gradients saves, S_t at the
-    rows of G (N, r, k, wide), what bounds each matrix, what Newton-Schulz saves.
+    -> W_j and O_j of its blocks, as `go_on` has them; W, S, the sum of S_t and O after it; for its gradient, what memory.gradients saves,
+    the rows that G makes (N, r, k, wide), what bounds each matrix, what Newton-Schulz saves.
     """
     r, c, G = part.G.shape[1], part.xq.shape[1], part.G.mT.contiguous()[..., None]
-    momprod = part.momprod[..., None] if S and part.momprod is not None else None
+    (n, more), momprod = refreshes(pos, c, rule.muon_every), part.momprod[..., None] if S else None
     at = memory.pack(gradient_point(tall, M0, anchor or W))
     pairs, saved = memory.gradients(rule.memory, rule.loss, at, part.xk, part.v, rule.norm)      # Eq 16: all at the anchor
     rows = []
     for i, (x, d) in enumerate(apart(rule, pairs)):
         s = write(x, d, G, tall[i]).unflatten(1, (r, -1))     # all rows in one product
-        rows.append(s if momprod is None else s.addcmul_(momprod, S[i][:, None]))                # Eq 33
-    new, ns = [s[:, :-1] for s in rows], []                   # NS is refreshed at all rows but the last, the chunk's end
-    if r > 1:
+        if S:
+            s.addcmul_(momprod, S[i][:, None])                # Eq 33
+        if sums:
+            s[:, 0].add_(sums[i])
+        rows.append(s)
+    new, ns = [s[:, :n] for s in rows], []
+    if n:
         new, ns = orthogonalize(new, *rule.newton_schulz, rule.ns_gram)     # Eq 40
     if pos:                                                   # a block in progress goes on with the O it has
         new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
@@ -644,16 +653,17 @@ def muon_learn(rule, pos, closes, tall, part, M0, W, S, O, anchor):
         balls = [ball_factors(rule, w, t, 1) for w, t in zip(W, tall)]
         W = [w * ball for w, ball in zip(W, balls)]
     O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
-    return held, W, [s[:, -1] for s in rows], O, (*saved, *rows, *balls, *ns)
+    S = [s[:, -1] for s in rows] if part.momprod is not None else []
+    return held, W, S, [s[:, n] for s in rows] if more else [], O, (*saved, *rows, *balls, *ns)
 
 
-def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, saved, pairs, factors, dheld, dW, dS, dO):
-    """The gradient of muon_learn, from that of `held` (to which this adds), and of W, S and O after it.
+def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, saved, pairs, factors, dheld, dW, dS, dsums, dO):
+    """The gradient of muon_learn, from that of `held` (to which this adds), and of W, S, the sum and O after it.
 
-    S is the one before it; `at` the weights at which it took gradients, packed. -> gradients of the fields of part, by name; of W, S, O
-    before it; of `at`.
+    S is the one before it; `at` the weights at which it took gradients, packed. -> gradients of the fields of part, by name; of W, S,
+    the sum, O before it; of `at`.
     """
-    r, G, dshares = part.G.shape[1], part.G.mT.contiguous()[..., None], None
+    G, dshares, (n, _) = part.G.mT.contiguous()[..., None], None, refreshes(pos, part.xq.shape[1], rule.muon_every)
     for i, (one, done) in enumerate(zip(held, dheld)):
         if dO:
             done[:, -1, -1].add_(dO[i])
@@ -662,10 +672,10 @@ def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, sav
     dO = []
     if pos:
         dO, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
-    if r > 1:
-        new = orthogonalize_backward([s[:, :-1] for s in rows], ns, new, *rule.newton_schulz, rule.ns_gram)
-    drows, dmomprod = [torch.cat([d, last[:, None]], 1) for d, last in zip(new, dS)], None
-    dS = []
+    if n:
+        new = orthogonalize_backward([s[:, :n] for s in rows], ns, new, *rule.newton_schulz, rule.ns_gram)
+    ends, dmomprod, dS = [[d[:, None] for d in ds] for ds in (dsums, dS) if ds], None, []
+    drows = [torch.cat(ds, 1) for ds in zip(new, *ends)]
     if S:
         momprod = part.momprod[..., None]
         dS = [(d * momprod).sum(1) for d in drows]
@@ -675,7 +685,7 @@ def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, sav
     dat = [[(x, half)] for x, d in dat[0] for half in d.chunk(firsts(rule), -1)] + dat[1:]
     dxk = memory.transposed_product(dz, at[0], part.xk, dx)
     named = dict(xk=dxk, v=dv, shares=dshares, G=dG.squeeze(-1).mT, momprod=dmomprod)
-    return named, dW, dS, dO, [memory.outer(group, t) for group, t in zip(dat, tall)]
+    return named, dW, dS, [d[:, 0] for d in drows], dO, [memory.outer(group, t) for group, t in zip(dat, tall)]
 
 
 def muon_write_backward(rule, tall, G, pairs, drows):
@@ -737,9 +747,9 @@ def muon_read_backward(rule, fill, tall, C, coef, M0, xq, z, reads, dy):
     return dC, sum(dcoef), dM0, dxq
 
 
-def muon_chunks(rule, pos, closes, tall, parts, M0, W, S, O, anchor, kept=None):
-    """All chunks -> what is read (chunks, N, c, D); W, S and O at the end. `kept` gets what the gradient needs: of each stretch, then
-    of each of its chunks.
+def muon_chunks(rule, pos, closes, tall, parts, M0, W, S, sums, O, anchor, kept=None):
+    """All chunks -> what is read (chunks, N, c, D); W, S, the sum of S_t and O at the end. `kept` gets what the gradient needs: of each
+    stretch, then of each of its chunks.
     """
     (count, N, _, D), c, ones = parts.v.shape, parts.xq.shape[2], parts.split()
     y, fill = parts.v.new_empty(N, count, c, D).transpose(0, 1), padding(pos, c, rule.muon_every)
@@ -748,7 +758,7 @@ def muon_chunks(rule, pos, closes, tall, parts, M0, W, S, O, anchor, kept=None):
     for now in cuts:
         held, learned = [], []
         for one in ones[now]:
-            blocks, W, S, O, saved = muon_learn(rule, pos, closes, tall, one, M0, W, S, O, anchor)
+            blocks, W, S, sums, O, saved = muon_learn(rule, pos, closes, tall, one, M0, W, S, sums, O, anchor)
             held.append(blocks)
             learned += [] if kept is None else [saved]
             anchor = []
@@ -758,13 +768,13 @@ def muon_chunks(rule, pos, closes, tall, parts, M0, W, S, O, anchor, kept=None):
         y[now] = out.unflatten(0, (-1, N))
         if kept is not None:
             kept += [(*held, *reads), *learned]
-    return y, [a.clone() for a in (*W, *(S if parts.momprod is not None else ()), *O)]
+    return y, [a.clone() for a in (*W, *S, *sums, *O)]
 
 
-def muon_chunks_backward(rule, pos, closes, tall, parts, M0, W, S, O, anchor, kept, grads, dy, dafter):
-    """The gradient of muon_chunks -> that of M0, W, S, O, anchor; that of parts is written to `grads`.
+def muon_chunks_backward(rule, pos, closes, tall, parts, M0, W, S, sums, O, anchor, kept, grads, dy, dafter):
+    """The gradient of muon_chunks -> that of M0, W, S, sums, O, anchor; that of parts is written to `grads`.
 
-    dafter: that of W, S, O at the end, or None.
+    dafter: that of W, S, sums, O at the end, or None.
     """
     k, kept, read, learned, momentum = len(tall), iter(kept), [], [], parts.momprod is not None
     cuts = stretches(parts, W or M0, not W)
@@ -774,7 +784,9 @@ def muon_chunks_backward(rule, pos, closes, tall, parts, M0, W, S, O, anchor, ke
         learned += [grouped(one, sizes) for one in islice(kept, now.stop - now.start)]           # saved, rows, balls, ns
     before = [S] + [[s[:, -1] for s in rows] if momentum else [] for _, rows, *_ in learned]
     zeros = [torch.zeros_like(s[:, 0]) for s in learned[0][1]]
-    dW, dS, dO = ([z if d is None else d for z, d in zip(zeros, ds)] for ds in grouped(dafter, (k, k if momentum else 0)))
+    unseen = refreshes(pos, parts.xq.shape[2], rule.muon_every)[1]
+    after = grouped(dafter, (k, k if momentum else 0, k if unseen else 0))
+    dW, dS, dsums, dO = ([z if d is None else d for z, d in zip(zeros, ds)] for ds in after)
     dM0, starts = [None] * len(M0), repeated(M0, longest(cuts), parts.coef.shape[2])
     ones, onegrads = parts.split(), grads.split()
     for now, one in reversed(list(zip(cuts, read))):
@@ -784,12 +796,12 @@ def muon_chunks_backward(rule, pos, closes, tall, parts, M0, W, S, O, anchor, ke
         dM0 = [d if m is None else m.add_(d) for m, d in zip(dM0, more)]
         for j in reversed(range(now.start, now.stop)):
             how = rule, pos, tall, ones[j], before[j], *learned[j][1:], *each[j - now.start]
-            named, dW, dS, dO, dat = muon_learn_backward(*how, dW, dS or zeros, dO)
+            named, dW, dS, dsums, dO, dat = muon_learn_backward(*how, dW, dS, dsums if unseen else [], dO)
             put(onegrads[j], **named)
             dM0 = [m.add_(d) for m, d in zip(dM0, dat)]
             if not anchor:
                 dW = [w.add_(d) for w, d in zip(dW, dat)]
-    return dM0, dW if W else [], dS if S else [], dO, dat if anchor else []
+    return dM0, dW if W else [], dS, dsums if sums else [], dO, dat if anchor else []
 
 
 def muon_stretch_backward(rule, pos, tall, part, grads, M0, starts, anchor, read, learned, dy):
@@ -818,11 +830,13 @@ def muon_run(rule, state, parts, B):
     tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
     rule = rule._replace(ns_gram=rule.ns_gram and exact_products(parts.v.device))
     how = rule, pos % rule.muon_every, (pos + c) % rule.chunk == 0, tall
-    M0, W, S, O, anchor = (lay(group, tall, B) for group in (state.M0, state.W, state.S, state.O, state.anchor))
+    M0, W, S, sums, O, anchor = (
+        lay(group, tall, B) for group in (state.M0, state.W, state.S, state.sums, state.O, state.anchor))
     if state.zero:
         W, S = [], []
     if state.zero or not pos:                                 # the anchor is W
         anchor = []
-    z, after = run(muon_chunks, muon_chunks_backward, how, parts, M0, W, S, O, anchor)
-    W, S, O = (tuple(unlay(group, tall, B)) for group in grouped(after, (len(tall), len(tall) if state.S else 0)))
-    return z, advance(rule, state, W, S, O, count * c)
+    z, after = run(muon_chunks, muon_chunks_backward, how, parts, M0, W, S, sums, O, anchor)
+    sizes = len(tall), len(tall) if state.S else 0, len(tall) if refreshes(pos, c, rule.muon_every)[1] else 0
+    W, S, sums, O = (tuple(unlay(group, tall, B)) for group in grouped(after, sizes))
+    return z, advance(rule, state, W, S, count * c, O, sums)

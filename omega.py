@@ -9,8 +9,8 @@ For every weight matrix W of the memory (ATLAS Eq 9, 16, 32, 33; their signs and
 
 keep leads back to zero, as printed, or with forget = "start" to M0: the same rule for W - M0 (choice 21).
 chunk = 1 is the sequential rule (Eq 15), chunk > 1 is what the paper trains (Eq 16): all tokens of a chunk take their gradients
-at the anchor, including the window tokens from before the chunk. muon_every = m refreshes NS at every m-th token of a chunk and
-uses it for m tokens; m = 1 is the paper (Eq 40).
+at the anchor, including the window tokens from before the chunk. muon_every = m takes NS at every m-th token of a chunk, of
+the sum of the S_t since it was last taken, and uses it for m tokens; m = 1 is the paper (Eq 40).
 
 `omega_ref` is this text, token by token, with gradients by autograd. `omega` is the same function as a handful of matrix
 products a chunk: at a fixed anchor a token's gradient is x^T d, so
@@ -20,8 +20,8 @@ products a chunk: at a fixed anchor a token's gradient is x^T d, so
 
 with A[t, n] = prod keep_{n+1..t}, Theta[t, n] = prod momentum_{n+1..t}; keepprod_t and momprod_t are the products from the chunk's first
 token to t, W_0 and S_0 the memory and its momentum before the chunk, r_t, x_i and d_i the rows of R, X and D (in this formula alone not
-the head dim), and o multiplies elementwise. No per-token weight is formed. With Newton-Schulz the S_t at the start of each m-token block
-is, and r_t W_t is two products with that block's weights.
+the head dim), and o multiplies elementwise. No per-token weight is formed. With Newton-Schulz one W and one sum of S_t for each m-token
+block are, and r_t W_t is two products with that block's weights.
 
 Here is all that depends on the gates alone (`mixing`), and the way from tokens to chunks and back; chunks.py computes the products.
 N stands for B H, c for the tokens of a chunk, n for the pairs they learn from.
@@ -86,6 +86,7 @@ class State(NamedTuple):
     S: tuple                                                  # S_t, or () without momentum
     anchor: tuple                                             # W at the last chunk boundary
     O: tuple                                                  # NS of the block in progress, or () between blocks
+    sums: tuple                                               # sum of the S_t since NS was last taken, or () for an empty one
     k: torch.Tensor                                           # (B, H, min(t, window - 1), D), the pairs a window looks back on
     v: torch.Tensor
     keys: torch.Tensor | None                                 # (B, H, t, D) all keys so far, for `exp` features only
@@ -100,7 +101,7 @@ def start(rule, phi, M0, batch, momentum=True):
     W = tuple(torch.zeros_like(w) for w in W) if base else W
     S = tuple(torch.zeros_like(w) for w in W) if momentum else ()
     none = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
-    return State(base, W, S, W, (), none, none, none if phi.kind == "exp" else None, 0, bool(base))
+    return State(base, W, S, W, (), (), none, none, none if phi.kind == "exp" else None, 0, bool(base))
 
 
 def total(state):
@@ -119,7 +120,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     """
     pos, n = state.pos, state.k.shape[2]
 
-    def one(M0, W, S, anchor, O, xq, q, xs, ks, vs, keep, step, momentum, gate):     # one sequence, one head
+    def one(M0, W, S, anchor, O, sums, xq, q, xs, ks, vs, keep, step, momentum, gate):     # one sequence, one head
         def window_loss(W, pairs, weights):
             return sum(w * memory.loss(rule.loss, M(W, xs[i], ks[i]), vs[i]) for w, i in zip(weights, pairs))
 
@@ -134,24 +135,26 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             pairs = range(max(0, n + t - rule.window + 1), n + t + 1)            # this token and the window - 1 before it
             g = grad(window_loss)(anchor, pairs, gate[t, rule.window - len(pairs):])             # Eq 9
             S = tuple(momentum[t] * s + d for s, d in zip(S, g)) if len(momentum) else g         # Eq 33
+            sums = tuple(a + s for a, s in zip(sums, S)) if sums else S
             if rule.muon_every == 0:
-                O = S
+                O, sums = S, ()
             elif (pos + t) % rule.chunk % rule.muon_every == 0:
-                O = tuple(newton_schulz_ref(s, *rule.newton_schulz) for s in S)  # Eq 40
+                O, sums = tuple(newton_schulz_ref(s, *rule.newton_schulz) for s in sums), ()     # Eq 40, choice 15
             W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32, choices 4 and 5
             ys.append(M(W, xq[t], q[t]))                                         # choice 3: read after write
             if (pos + t + 1) % rule.chunk == 0:
                 W = rule.bound(W)                                                # choice 22
-        return torch.stack(ys), W, S if len(momentum) else (), anchor, O
+        return torch.stack(ys), W, S if len(momentum) else (), anchor, O, sums
 
     gates = (() if g is None else g for g in gates)
     M0 = tuple(m.expand(len(q), *m.shape) for m in state.M0)
     ks, vs = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
-    y, W, S, anchor, O = vmap(vmap(one))(M0, state.W, state.S, state.anchor, state.O, phi(q), q, phi(ks), ks, vs, *gates)
+    start = M0, state.W, state.S, state.anchor, state.O, state.sums
+    y, W, S, anchor, O, sums = vmap(vmap(one))(*start, phi(q), q, phi(ks), ks, vs, *gates)
     pos = (pos + q.shape[2]) % rule.chunk
     O = O if rule.muon_every and pos % rule.muon_every else ()
     first = max(0, n + q.shape[2] - rule.window + 1)
-    return y, State(state.M0, W, S, anchor if pos else W, O, ks[:, :, first:], vs[:, :, first:], None, pos)
+    return y, State(state.M0, W, S, anchor if pos else W, O, sums, ks[:, :, first:], vs[:, :, first:], None, pos)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -166,15 +169,11 @@ def cumprod(factors):
     return log(factors).cumsum(-1).exp()[..., None]
 
 
-def decay(logs, rows=lambda a: a):
-    """log factors (..., c) -> prod factors_{1..t} (..., r, 1), lower triangle of prod factors_{n+1..t} (..., r, c).
-
-    `rows` picks r of the c rows, each of which is a t.
-    """
+def decay(logs):
+    """log factors (..., c) -> prod factors_{1..t} (..., c, 1), lower triangle of prod factors_{n+1..t} (..., c, c)."""
     logs, c = logs.cumsum(-1), logs.shape[-1]
-    last = rows(logs[..., None])
-    above = rows(torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1))   # masked before exp, not after:
-    return last.exp(), (last - logs[..., None, :] + above).exp()                                 # no 0 * inf in backward
+    above = torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1)         # masked before exp, not after:
+    return logs[..., None].exp(), (logs[..., None] - logs[..., None, :] + above).exp()           # no 0 * inf in backward
 
 
 class Recurrence(torch.autograd.Function):
@@ -222,10 +221,19 @@ def band(gate):
     return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
+def summed(rows, pos, every):
+    """Rows (..., c, k) of tokens, the first of them `pos` tokens into a block -> (..., r, k), their sums up to the first token of each
+    block, that token included, and that over the rest.
+    """
+    c = rows.shape[-2]
+    ends = [*range(-pos % every + 1, c, every), c]
+    return rows if every == 1 else torch.stack([a.sum(-2) for a in rows.split([b - a for a, b in zip([0, *ends], ends)], -2)], -2)
+
+
 def mixing(rule, gates, pos):
     """What depends on the gates alone, for chunks whose gates are (..., c) and (..., c, window): a dict of fields of chunks.Part.
 
-    With Newton-Schulz their first token is the pos-th of its block; the r rows of G are the tokens at which it is refreshed, and the last.
+    With Newton-Schulz their first token is the pos-th of its block; G has a row for each sum of S_t, and one for the last S_t.
     """
     c, m = gates.keep.shape[-1], rule.muon_every
     if not m:                                                 # the rule itself, for the coefficients of W_0, S_0 and the pairs
@@ -238,13 +246,12 @@ def mixing(rule, gates, pos):
         coef, last = torch.stack([keepprod, u], -2), torch.stack([P_last, G_last], -1)[..., None]
         ends = torch.cat([a[..., -1:, :] for a in (keepprod, momprod)], -2)[..., None]
         return dict(coef=coef, P=P, last=last, ends=ends, across=u_last[..., None])
-    rows = lambda a: torch.cat([a[..., -pos % m::m, :], a[..., -1:, :]], -2)     # where it is refreshed, and the last
     if gates.momentum is None:
-        momprod, G = None, rows(band(gates.gate))
-    else:                                                     # Eq 39, Theta Gate: a sum over the w diagonals of Gate, for the rows are few
-        momprod, Theta = decay(log(gates.momentum), rows)
-        diagonals = enumerate(gates.gate.unbind(-1))
-        G = sum(F.pad(Theta * g[..., None, :], (j, gates.gate.shape[-1] - 1 - j)) for j, g in diagonals)
+        momprod, G = None, summed(band(gates.gate), pos, m)
+    else:                                                     # Eq 33, 39
+        momprod, (G, last) = cumprod(gates.momentum), recur(gates.momentum, band(gates.gate))
+        G = torch.cat([summed(G, pos, m), last[..., None, :]], -2)
+        momprod = torch.cat([summed(momprod, pos, m), momprod[..., -1:, :]], -2)
     blocks, fill = -(-(pos % m + c) // m), chunks.padding(pos, c, m)             # tokens that are not there keep all and write nothing
     keep, minus_step = (F.pad(a, fill, value=x).unflatten(-1, (blocks, -1)) for a, x in ((gates.keep, 1.0), (-gates.step, 0.0)))
     own, own_last = recur(keep, minus_step[..., None])

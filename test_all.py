@@ -754,6 +754,31 @@ def test_atlas_linear(fn):
 
 
 @both
+def test_atlas_linear_once_in_a_while(fn):
+    """choice 15: Newton-Schulz of all S since it was last taken, across a chunk's end, too; the tokens of a chunk at its first memory."""
+    x, ys, S, some = stream(17, window=1, M0=1), [], 0, 0
+    W = x["M0[0]"]
+    for t, (q, k, v, keep, step, momentum, gate) in enumerate(named_rows(x, "q", "k", "v", "keep", "step", "momentum", "gate")):
+        anchor = anchor if t % 8 else W
+        S = momentum * S + (gate * k).mT @ (k @ anchor - v)
+        some = some + S
+        if t % 8 % 3 == 0:
+            O, some = newton_schulz(some), 0
+        W = keep * W - step * O
+        ys.append(q @ W)
+    close(learn(fn, Rule("linear", "l2", 1, 8, 3), none, x)[0], torch.cat(ys, 2))
+
+
+@both
+def test_newton_schulz_sees_every_token(fn):
+    """Of S_t at every m-th token alone, without momentum nothing would be left of the m - 1 others."""
+    x = {name: None if a is None else a.requires_grad_() for name, a in stream(17, window=1, kind="mlp", M0=1, momentum=None).items()}
+    y, _ = learn(fn, Rule("mlp", "l2", 1, 8, 8), none, x)
+    dv, = torch.autograd.grad(y[:, :, -1].sum(), x["v"])
+    assert dv.abs().amax(-1).min() > 1e-6 * dv.abs().max()
+
+
+@both
 def test_window_of_one_in_a_longer_one(fn):
     """A gate that is zero but for the token itself is window 1; gate[..., -1] must weigh the newest token."""
     x = stream(9, window=3, kind="mlp", M0=1, gate=0)
@@ -3443,9 +3468,11 @@ MUTANTS = [
     ("reference: gates in reverse", "omega.py", "in zip(weights, pairs))", "in zip(weights.flip(0), pairs))", "test_swla_by_brute_force"),
     ("reference: nothing is forgotten", "omega.py", "keep[t] * w -", "w -", "test_retention"),
     ("reference: momentum of the next token", "omega.py", "tuple(momentum[t] * s + d", "tuple(momentum[t - 1] * s + d", "test_titans"),
-    ("reference: no Newton-Schulz", "omega.py", "O = tuple(newton_schulz_ref(s, *rule.newton_schulz) for s in S)", "O = S", "test_atlas_linear"),
-    ("reference: NS overwrites the momentum", "omega.py", "O = tuple(newton_schulz_ref(", "S = O = tuple(newton_schulz_ref(",
-     "test_atlas_linear"),
+    ("reference: no Newton-Schulz", "omega.py", "tuple(newton_schulz_ref(s, *rule.newton_schulz) for s in sums)", "S", "test_atlas_linear"),
+    ("reference: NS overwrites the momentum", "omega.py", "O, sums = tuple(newton_schulz_ref(s, *rule.newton_schulz) for s in sums), ()",
+     "S = O = tuple(newton_schulz_ref(s, *rule.newton_schulz) for s in sums); sums = ()", "test_atlas_linear"),
+    ("reference: NS of every m-th S alone", "omega.py", "tuple(a + s for a, s in zip(sums, S)) if sums else S", "S",
+     "test_newton_schulz_sees_every_token"),
     ("reference: NS of the memory (atlas-pytorch)", "omega.py", "W = tuple(keep[t] * w - step[t] * o for",
      "W = tuple((newton_schulz_ref if rule.muon_every else torch.clone)(keep[t] * w - step[t] * o) for", "test_atlas_linear"),
     ("reference: step inside NS, where it has no effect", "omega.py", "- step[t] * o for", "- (o if rule.muon_every else step[t] * o) for",
@@ -3512,8 +3539,12 @@ MUTANTS = [
     ("gradient of a Newton-Schulz chunk: not through the bound", "chunks.py",
      "dW[i] * balls[i] if balls else dW[i]", "dW[i]",
      "test_ball_is_the_reference[atlas]"),
-    ("gradient of a Newton-Schulz chunk: without momentum of the last one alone", "chunks.py", "dW, dS or zeros, dO)", "dW, dS, dO)",
-     "test_omega_is_omega_ref[atlas, no momentum, long]"),
+    ("the sum of S: lost between chunks", "chunks.py", "            s[:, 0].add_(sums[i])\n", "            pass\n",
+     "test_atlas_linear_once_in_a_while"),
+    ("the sum of S: without the block's first token", "omega.py", "range(-pos % every + 1, c, every)", "range(-pos % every, c, every)[1:]",
+     "test_atlas_linear_once_in_a_while"),
+    ("the sum of S: without a gradient from chunk to chunk", "chunks.py", "dW, dS, [d[:, 0] for d in drows], dO,",
+     "dW, dS, [0 * d[:, 0] for d in drows], dO,", "test_omega_is_omega_ref[atlas, no momentum, long]"),
     ("gradient of a Newton-Schulz chunk: to M0 from the first that reads it", "chunks.py",
      ".sum((0, 2)) for d in dM0", ".sum(2)[0] for d in dM0",
      "test_chunks_read_together[atlas, from rest-5]"),
@@ -3552,8 +3583,8 @@ MUTANTS = [
      "test_omega_is_omega_ref[atlas, mid-block]"),
     ("a block that another follows taken for a single one", "chunks.py", "if front + length > every", "if front + length > 2 * every",
      "test_omega_is_omega_ref[atlas, across blocks]"),
-    ("Theta Gate: diagonals shifted the wrong way", "omega.py", "(j, gates.gate.shape[-1] - 1 - j)", "(gates.gate.shape[-1] - 1 - j, j)",
-     "test_omega_is_omega_ref[atlas]"),
+    ("Theta Gate: without Theta", "omega.py", "momprod, (G, last) = cumprod(gates.momentum), recur(gates.momentum,",
+     "momprod, (G, last) = cumprod(gates.momentum), recur(0 * gates.momentum,", "test_omega_is_omega_ref[atlas]"),
     ("forgetting never reaches zero", "omega.py", 'if rule.forget == "start" else ()', "if True else ()", "test_delta_rule"),
     ("gradients without M0", "chunks.py", "zip(M0, W)] if M0 and W else M0 or W", "zip(M0, W)] if False else W or M0",
      "test_delta_rule"),
@@ -3577,8 +3608,8 @@ MUTANTS = [
     ("first windows off by one", "omega.py", "(i >= missing)", "(i > missing)", "test_swla_by_brute_force"),
     ("first windows see padding", "omega.py", "(i >= missing)", "(i >= 0)", "test_omega_is_omega_ref[omeganet]"),
     ("no momentum inside a chunk", "omega.py", "recur(gates.momentum, band(gates.gate))  ", "recur(0 * gates.momentum, band(gates.gate))  ", "test_titans"),
-    ("momentum dropped from the carried state", "chunks.py", "state, W, S, (), count * c)",
-     "state, W, tuple(0 * s for s in S), (), count * c)", "test_omega_splits_anywhere"),
+    ("momentum dropped from the carried state", "chunks.py", "state, W, S, count * c)",
+     "state, W, tuple(0 * s for s in S), count * c)", "test_omega_splits_anywhere"),
     ("window truncated at the end of a call", "omega.py", "k=ks[:, :, max(T + idle, missing):], v=vs[:, :, max(T + idle, missing):]",
      "k=ks[:, :, :0], v=vs[:, :, :0]", "test_omega_splits_anywhere"),
     ("every position reads with the chunk's last decay (Todd_Atlas)", "chunks.py", "= read_carried(rows, nth(C, i), part.coef,",
@@ -3589,7 +3620,7 @@ MUTANTS = [
      "test_omega_is_omega_ref[omeganet]"),
     ("NS of a block in progress forgotten", "chunks.py", "[o[:, -1] for o in new]", "[o[:, 0] for o in new]",
      "test_omega_is_omega_ref[atlas, mid-block]"),
-    ("momentum of the first token of a block dropped", "chunks.py", "state, W, S, O, count", "state, W, state.S, O, count",
+    ("momentum of the first token of a block dropped", "chunks.py", "state, W, S, count * c, O", "state, W, state.S, count * c, O",
      "test_omega_is_omega_ref[atlas, mid-block]"),
     ("exp kernel less one", "poly.py", "(x @ y.mT).exp()", "(x @ y.mT).expm1()", "test_unnormalised_softmax_attention"),
     ("exp memory forgets M0", "omega.py", "torch.cat([r, (r @ keys.mT).exp()], -1)", "torch.cat([0 * r, (r @ keys.mT).exp()], -1)",
