@@ -305,17 +305,18 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     C, sizes = min(rule.chunk, T), memory.shapes(rule.memory, E, hidden, D)
     n, weights, deep = C + rule.window - 1, sum(a * b for a, b in sizes), rule.memory != "linear"
     flops = 2 * n * weights + deep * 2 * n * hidden * D                          # errors: through the memory and back
+    spared = 0
     if rule.muon_every:
         blocks = -(-C // rule.muon_every)
-        rows = blocks + (rule.muon_every > 1) + momentum                         # sums of S for each block and the rest; the last S
-        flops += 2 * rows * n * weights
-        flops += blocks * sum(ns_flops(a, b, rule.ns_steps, rule.ns_gram) for a, b in sizes)
+        flops += 2 * (blocks + momentum) * n * weights                           # the sum of S of each block, and the last S
+        ns = sum(ns_flops(a, b, rule.ns_steps, rule.ns_gram) for a, b in sizes)
+        flops, spared = flops + blocks * ns, ns * (rule.muon_every > 1)          # by the first block of a text
         flops += 2 * blocks * (blocks - 1) * weights + 4 * C * weights           # W of each block; reads of W and NS(S)
     else:
         flops += 2 * C * n * D + deep * 2 * C * n * hidden                       # R X^T of the first and the last layer
         flops += sum(2 * C * n * b for _, b in sizes)                            # (P o R X^T) D
         flops += (1 + momentum) * (2 * C * weights + 2 * n * weights)            # reads of W and S; the last W and S
-    return flops * T / C
+    return flops * T / C - spared
 
 
 def rule_run(bench, rule, batch, heads, T):

@@ -5,7 +5,7 @@ What a chunk is, and every symbol here, is in omega.py. There are four products 
     read_carried        r_t (keepprod_t W_0 + u_t S_0 + M0)              what tokens read of what was there before their chunk
     read_chunks         + (P o R X^T) D                                  and of what it has learned up to them
     learn_chunk         x_i, d_i at the anchor;  X^T (P_last o D)        what the chunk leaves behind
-    muon_learn          the same for each sum of S_t that Newton-Schulz sees; then W_j and O_j of every block j, which muon_read reads
+    muon_learn          the same for the sum of the S_t of every block j, and from those W_j and O_j, which muon_read reads
 
 Only learning has to go from chunk to chunk. What the tokens of a chunk read depends on the W and S before it and on its pairs, so
 stretches of chunks are read together, and the gradient of that is computed together; without Newton-Schulz so is all of the gradient but
@@ -128,8 +128,8 @@ class Part(NamedTuple):
     # With Newton-Schulz     W_t = since_t W_j + own_t O_j,   in blocks of m tokens, or one of c <= m; W_j before block j, W_0 the first
     # coef is (..., blocks, m, 2, 1): keep from the block's first token to t (since), less the sum of A[t, n] step_n over n <= t there (own)
     shares: torch.Tensor | None = None                        # (..., blocks, 1 + blocks)  of W_0 and of O_0 .. in the W after each block
-    G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } summed over the tokens since NS was last taken
-    momprod: torch.Tensor | None = None                       # (..., r, 1)               } (omega.summed); of the last token
+    G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } summed over each block; of the last token
+    momprod: torch.Tensor | None = None                       # (..., r, 1)               }
 
     def each(self, f):
         return Part(*(None if a is None else f(a) for a in self))
@@ -616,20 +616,16 @@ def go_on_backward(shares, held, dheld, dafter):
     return torch.bmm(dafter, WO.flatten(2).mT)
 
 
-def refreshes(pos, c, every):
-    """Of c tokens, the first of them `pos` tokens into a block: at how many Newton-Schulz is taken, and whether there are more after it."""
-    return len(range(-pos % every, c, every)), (pos + c - 1) % every > 0
-
-
 def muon_learn(rule, pos, closes, tall, part, M0, W, S, sums, O, anchor):
     """One chunk (or a part of one) learns, with Newton-Schulz every `muon_every` tokens; it begins `pos` tokens into a block.
 
-    Matrices are as `lay` has them; lists that are empty stand for zeros, the anchor for W.
-    -> W_j and O_j of its blocks, as `go_on` has them; W, S, the sum of S_t and O after it; for its gradient, what memory.gradients saves,
-    the rows that G makes (N, r, k, wide), what bounds each matrix, what Newton-Schulz saves.
+    Matrices are as `lay` has them; W and S that are empty stand for zeros, the anchor for W. O is given if its first block does not take
+    Newton-Schulz anew: it is in progress, or there is none before it; `sums` is S_t summed over the block in progress, or that before.
+    -> W_j and O_j of its blocks, as `go_on` has them; W, S, sums and O after it; for its gradient, what memory.gradients saves, what
+    Newton-Schulz sees (N, blocks, k, wide), the last S_t, what bounds each matrix, what Newton-Schulz saves.
     """
     r, c, G = part.G.shape[1], part.xq.shape[1], part.G.mT.contiguous()[..., None]
-    (n, more), momprod = refreshes(pos, c, rule.muon_every), part.momprod[..., None] if S else None
+    momprod = part.momprod[..., None] if S else None
     at = memory.pack(gradient_point(tall, M0, anchor or W))
     pairs, saved = memory.gradients(rule.memory, rule.loss, at, part.xk, part.v, rule.norm)      # Eq 16: all at the anchor
     rows = []
@@ -637,13 +633,22 @@ def muon_learn(rule, pos, closes, tall, part, M0, W, S, sums, O, anchor):
         s = write(x, d, G, tall[i]).unflatten(1, (r, -1))     # all rows in one product
         if S:
             s.addcmul_(momprod, S[i][:, None])                # Eq 33
-        if sums:
+        if sums and pos:
             s[:, 0].add_(sums[i])
         rows.append(s)
-    new, ns = [s[:, :n] for s in rows], []
-    if n:
-        new, ns = orthogonalize(new, *rule.newton_schulz, rule.ns_gram)     # Eq 40
-    if pos:                                                   # a block in progress goes on with the O it has
+    S = []
+    if part.momprod is not None:
+        S, rows = [s[:, -1] for s in rows], [s[:, :-1] for s in rows]
+    seen = rows                                               # Eq 40: S_t itself
+    if rule.muon_every > 1:                                   # choice 15: the sums of all blocks but the last, after that before them
+        seen = [s[:, :-1] for s in rows]
+        if not O:
+            seen = [torch.cat([a[:, None], s], 1) for a, s in zip(sums, seen)]
+        sums = [s[:, -1] for s in rows]
+    new, ns = seen, []
+    if seen[0].shape[1]:
+        new, ns = orthogonalize(seen, *rule.newton_schulz, rule.ns_gram)
+    if O:
         new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
     if not W and new[0].shape[1] > 1:
         W = [torch.zeros_like(o[:, 0]) for o in new]
@@ -652,30 +657,33 @@ def muon_learn(rule, pos, closes, tall, part, M0, W, S, sums, O, anchor):
     if closes and rule.ball:
         balls = [ball_factors(rule, w, t, 1) for w, t in zip(W, tall)]
         W = [w * ball for w, ball in zip(W, balls)]
-    O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every else []
-    S = [s[:, -1] for s in rows] if part.momprod is not None else []
-    return held, W, S, [s[:, n] for s in rows] if more else [], O, (*saved, *rows, *balls, *ns)
+    O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every and not closes else []
+    return held, W, S, sums, O, (*saved, *seen, *S, *balls, *ns)
 
 
-def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, saved, pairs, factors, dheld, dW, dS, dsums, dO):
-    """The gradient of muon_learn, from that of `held` (to which this adds), and of W, S, the sum and O after it.
+def muon_learn_backward(rule, pos, tall, part, S, seen, balls, ns, at, held, saved, pairs, factors, dheld, dW, dS, dsums, dO):
+    """The gradient of muon_learn, from that of `held` (to which this adds), and of W, S, sums and O after it.
 
     S is the one before it; `at` the weights at which it took gradients, packed. -> gradients of the fields of part, by name; of W, S,
-    the sum, O before it; of `at`.
+    sums, O before it; of `at`.
     """
-    G, dshares, (n, _) = part.G.mT.contiguous()[..., None], None, refreshes(pos, part.xq.shape[1], rule.muon_every)
+    G, dshares, count = part.G.mT.contiguous()[..., None], None, seen[0].shape[1]
     for i, (one, done) in enumerate(zip(held, dheld)):
         if dO:
             done[:, -1, -1].add_(dO[i])
         dshares = plus(dshares, go_on_backward(part.shares, one, done, dW[i] * balls[i] if balls else dW[i]))
     new, dW = [d[:, :, -1] for d in dheld], [d[:, 0, 0] for d in dheld if d.shape[2] == 2]
-    dO = []
-    if pos:
+    dO, dbefore, dmomprod = [], [], None
+    if new[0].shape[1] > count:
         dO, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
-    if n:
-        new = orthogonalize_backward([s[:, :n] for s in rows], ns, new, *rule.newton_schulz, rule.ns_gram)
-    ends, dmomprod, dS = [[d[:, None] for d in ds] for ds in (dsums, dS) if ds], None, []
-    drows = [torch.cat(ds, 1) for ds in zip(new, *ends)]
+    if count:
+        new = orthogonalize_backward(seen, ns, new, *rule.newton_schulz, rule.ns_gram)
+    if rule.muon_every > 1 and not dO:
+        dbefore, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
+    drows = [torch.cat(ds, 1) for ds in zip(new, *([d[:, None] for d in ds] for ds in (dsums, dS) if ds))]
+    if rule.muon_every > 1 and pos:
+        dbefore = [d[:, 0] for d in drows]
+    dS = []
     if S:
         momprod = part.momprod[..., None]
         dS = [(d * momprod).sum(1) for d in drows]
@@ -685,7 +693,7 @@ def muon_learn_backward(rule, pos, tall, part, S, rows, balls, ns, at, held, sav
     dat = [[(x, half)] for x, d in dat[0] for half in d.chunk(firsts(rule), -1)] + dat[1:]
     dxk = memory.transposed_product(dz, at[0], part.xk, dx)
     named = dict(xk=dxk, v=dv, shares=dshares, G=dG.squeeze(-1).mT, momprod=dmomprod)
-    return named, dW, dS, [d[:, 0] for d in drows], dO, [memory.outer(group, t) for group, t in zip(dat, tall)]
+    return named, dW, dS, dbefore, dO, [memory.outer(group, t) for group, t in zip(dat, tall)]
 
 
 def muon_write_backward(rule, tall, G, pairs, drows):
@@ -778,14 +786,13 @@ def muon_chunks_backward(rule, pos, closes, tall, parts, M0, W, S, sums, O, anch
     """
     k, kept, read, learned, momentum = len(tall), iter(kept), [], [], parts.momprod is not None
     cuts = stretches(parts, W or M0, not W)
-    sizes = 3, k, k if closes and rule.ball else 0
+    sizes = 3, k, k if momentum else 0, k if closes and rule.ball else 0
     for now in cuts:
         read.append(next(kept))
         learned += [grouped(one, sizes) for one in islice(kept, now.stop - now.start)]           # saved, rows, balls, ns
-    before = [S] + [[s[:, -1] for s in rows] if momentum else [] for _, rows, *_ in learned]
-    zeros = [torch.zeros_like(s[:, 0]) for s in learned[0][1]]
-    unseen = refreshes(pos, parts.xq.shape[2], rule.muon_every)[1]
-    after = grouped(dafter, (k, k if momentum else 0, k if unseen else 0))
+    before = [S] + [last for _, _, last, *_ in learned]
+    zeros = [h.new_zeros(parts.v.shape[1], *h.shape[-2:]) for h in read[0][:k]]
+    after = grouped(dafter, (k, k if momentum else 0, k if rule.muon_every > 1 else 0))
     dW, dS, dsums, dO = ([z if d is None else d for z, d in zip(zeros, ds)] for ds in after)
     dM0, starts = [None] * len(M0), repeated(M0, longest(cuts), parts.coef.shape[2])
     ones, onegrads = parts.split(), grads.split()
@@ -795,8 +802,9 @@ def muon_chunks_backward(rule, pos, closes, tall, parts, M0, W, S, sums, O, anch
             rule, pos, tall, part, some, M0, starts, [] if now.start else anchor, one, learned[now], merged(dy[now]))
         dM0 = [d if m is None else m.add_(d) for m, d in zip(dM0, more)]
         for j in reversed(range(now.start, now.stop)):
-            how = rule, pos, tall, ones[j], before[j], *learned[j][1:], *each[j - now.start]
-            named, dW, dS, dsums, dO, dat = muon_learn_backward(*how, dW, dS, dsums if unseen else [], dO)
+            _, seen, _, balls, ns = learned[j]
+            how = rule, pos, tall, ones[j], before[j], seen, balls, ns, *each[j - now.start]
+            named, dW, dS, dsums, dO, dat = muon_learn_backward(*how, dW, dS, dsums, dO)
             put(onegrads[j], **named)
             dM0 = [m.add_(d) for m, d in zip(dM0, dat)]
             if not anchor:
@@ -832,11 +840,13 @@ def muon_run(rule, state, parts, B):
     how = rule, pos % rule.muon_every, (pos + c) % rule.chunk == 0, tall
     M0, W, S, sums, O, anchor = (
         lay(group, tall, B) for group in (state.M0, state.W, state.S, state.sums, state.O, state.anchor))
+    if rule.muon_every > 1 and not sums:                      # before the first block there is nothing
+        O = [torch.zeros_like(w) for w in W]
     if state.zero:
         W, S = [], []
     if state.zero or not pos:                                 # the anchor is W
         anchor = []
     z, after = run(muon_chunks, muon_chunks_backward, how, parts, M0, W, S, sums, O, anchor)
-    sizes = len(tall), len(tall) if state.S else 0, len(tall) if refreshes(pos, c, rule.muon_every)[1] else 0
+    sizes = len(tall), len(tall) if state.S else 0, len(tall) if rule.muon_every > 1 else 0
     W, S, sums, O = (tuple(unlay(group, tall, B)) for group in grouped(after, sizes))
     return z, advance(rule, state, W, S, count * c, O, sums)

@@ -50,7 +50,7 @@ class Config:
     chunk: int = opt(64, "tokens that share one gradient point (the paper's b)")
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
     muon: bool = opt(True, "Newton-Schulz on the momentum, Eq 32")
-    muon_every: int = opt(64, "tokens that share one Newton-Schulz; 1 is the paper's Eq 40")
+    muon_every: int = opt(64, "tokens from one Newton-Schulz to the next, which sees all of them; 1 is the paper's Eq 40")
     ns_steps: int = opt(5, "Newton-Schulz iterations")
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", choices=tuple(COEFFICIENTS))
     ns_dtype: str = opt("float32", "precision inside of Newton-Schulz; bfloat16: for GPUs", choices=("float32", "bfloat16"))

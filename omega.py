@@ -9,8 +9,8 @@ For every weight matrix W of the memory (ATLAS Eq 9, 16, 32, 33; their signs and
 
 keep leads back to zero, as printed, or with forget = "start" to M0: the same rule for W - M0 (choice 21).
 chunk = 1 is the sequential rule (Eq 15), chunk > 1 is what the paper trains (Eq 16): all tokens of a chunk take their gradients
-at the anchor, including the window tokens from before the chunk. muon_every = m takes NS at every m-th token of a chunk, of
-the sum of the S_t since it was last taken, and uses it for m tokens; m = 1 is the paper (Eq 40).
+at the anchor, including the window tokens from before the chunk. muon_every = m > 1 takes NS once for each block of
+m tokens of a chunk, of the sum of the S_t of the block before it; m = 1 is the paper (Eq 40), of its own S_t (choice 15).
 
 `omega_ref` is this text, token by token, with gradients by autograd. `omega` is the same function as a handful of matrix
 products a chunk: at a fixed anchor a token's gradient is x^T d, so
@@ -86,7 +86,7 @@ class State(NamedTuple):
     S: tuple                                                  # S_t, or () without momentum
     anchor: tuple                                             # W at the last chunk boundary
     O: tuple                                                  # NS of the block in progress, or () between blocks
-    sums: tuple                                               # sum of the S_t since NS was last taken, or () for an empty one
+    sums: tuple                                               # sum of the S_t since NS was last taken, or (): for the next block
     k: torch.Tensor                                           # (B, H, min(t, window - 1), D), the pairs a window looks back on
     v: torch.Tensor
     keys: torch.Tensor | None                                 # (B, H, t, D) all keys so far, for `exp` features only
@@ -135,16 +135,19 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             pairs = range(max(0, n + t - rule.window + 1), n + t + 1)            # this token and the window - 1 before it
             g = grad(window_loss)(anchor, pairs, gate[t, rule.window - len(pairs):])             # Eq 9
             S = tuple(momentum[t] * s + d for s, d in zip(S, g)) if len(momentum) else g         # Eq 33
-            sums = tuple(a + s for a, s in zip(sums, S)) if sums else S
+            if rule.muon_every <= 1:
+                sums = S
             if rule.muon_every == 0:
-                O, sums = S, ()
-            elif (pos + t) % rule.chunk % rule.muon_every == 0:
-                O, sums = tuple(newton_schulz_ref(s, *rule.newton_schulz) for s in sums), ()     # Eq 40, choice 15
+                O = S
+            elif (pos + t) % rule.chunk % rule.muon_every == 0:                  # Eq 40, choice 15; before the first block there is nothing
+                O, sums = tuple(newton_schulz_ref(s, *rule.newton_schulz) for s in sums or (0 * w for w in W)), ()
+            if rule.muon_every > 1:
+                sums = tuple(a + s for a, s in zip(sums, S)) if sums else S
             W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32, choices 4 and 5
             ys.append(M(W, xq[t], q[t]))                                         # choice 3: read after write
             if (pos + t + 1) % rule.chunk == 0:
                 W = rule.bound(W)                                                # choice 22
-        return torch.stack(ys), W, S if len(momentum) else (), anchor, O, sums
+        return torch.stack(ys), W, S if len(momentum) else (), anchor, O, sums if rule.muon_every > 1 else ()
 
     gates = (() if g is None else g for g in gates)
     M0 = tuple(m.expand(len(q), *m.shape) for m in state.M0)
@@ -222,18 +225,16 @@ def band(gate):
 
 
 def summed(rows, pos, every):
-    """Rows (..., c, k) of tokens, the first of them `pos` tokens into a block -> (..., r, k), their sums up to the first token of each
-    block, that token included, and that over the rest.
-    """
+    """Rows (..., c, k) of tokens, the first of them `pos` tokens into a block -> (..., blocks, k), the sum of each block of `every`."""
     c = rows.shape[-2]
-    ends = [*range(-pos % every + 1, c, every), c]
+    ends = [*range(every - pos, c, every), c]
     return rows if every == 1 else torch.stack([a.sum(-2) for a in rows.split([b - a for a, b in zip([0, *ends], ends)], -2)], -2)
 
 
 def mixing(rule, gates, pos):
     """What depends on the gates alone, for chunks whose gates are (..., c) and (..., c, window): a dict of fields of chunks.Part.
 
-    With Newton-Schulz their first token is the pos-th of its block; G has a row for each sum of S_t, and one for the last S_t.
+    With Newton-Schulz their first token is the pos-th of its block; G has a row for each block's sum of S_t, and one for the last S_t.
     """
     c, m = gates.keep.shape[-1], rule.muon_every
     if not m:                                                 # the rule itself, for the coefficients of W_0, S_0 and the pairs
