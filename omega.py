@@ -224,13 +224,6 @@ def band(gate):
     return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
-def summed(rows, pos, every):
-    """Rows (..., c, k) of tokens, the first of them `pos` tokens into a block -> (..., blocks, k), the sum of each block of `every`."""
-    c = rows.shape[-2]
-    ends = [*range(every - pos, c, every), c]
-    return rows if every == 1 else torch.stack([a.sum(-2) for a in rows.split([b - a for a, b in zip([0, *ends], ends)], -2)], -2)
-
-
 def mixing(rule, gates, pos):
     """What depends on the gates alone, for chunks whose gates are (..., c) and (..., c, window): a dict of fields of chunks.Part.
 
@@ -247,13 +240,15 @@ def mixing(rule, gates, pos):
         coef, last = torch.stack([keepprod, u], -2), torch.stack([P_last, G_last], -1)[..., None]
         ends = torch.cat([a[..., -1:, :] for a in (keepprod, momprod)], -2)[..., None]
         return dict(coef=coef, P=P, last=last, ends=ends, across=u_last[..., None])
-    if gates.momentum is None:
-        momprod, G = None, summed(band(gates.gate), pos, m)
-    else:                                                     # Eq 33, 39
-        momprod, (G, last) = cumprod(gates.momentum), recur(gates.momentum, band(gates.gate))
-        G = torch.cat([summed(G, pos, m), last[..., None, :]], -2)
-        momprod = torch.cat([summed(momprod, pos, m), momprod[..., -1:, :]], -2)
-    blocks, fill = -(-(pos % m + c) // m), chunks.padding(pos, c, m)             # tokens that are not there keep all and write nothing
+    blocks, fill = -(-(pos + c) // m), chunks.padding(pos, c, m)                 # tokens that are not there keep all and write nothing
+    like = dict(dtype=gates.gate.dtype, device=gates.gate.device)
+    rows, momprod = torch.eye(blocks, **like)[torch.arange(pos, pos + c, device=gates.gate.device) // m], None   # (c, blocks): t is in j
+    if gates.momentum is not None:                            # Eq 39: sums over these t of Theta[t, n], which goes back from n + 1 to n
+        rows = torch.cat([rows, torch.eye(c, **like)[:, -1:]], -1).expand(*gates.momentum.shape, -1)
+        rows = recur(gates.momentum.flip(-1).roll(1, -1), rows.flip(-2))[0].flip(-2)
+        momprod = gates.momentum[..., :1, None] * rows[..., :1, :].mT
+    diagonals = enumerate(gates.gate.unbind(-1))              # of Gate, for the rows are few
+    G = sum(F.pad(rows.mT * g[..., None, :], (j, gates.gate.shape[-1] - 1 - j)) for j, g in diagonals)
     keep, minus_step = (F.pad(a, fill, value=x).unflatten(-1, (blocks, -1)) for a, x in ((gates.keep, 1.0), (-gates.step, 0.0)))
     own, own_last = recur(keep, minus_step[..., None])
     kept, A = decay(log(keep).sum(-1))
