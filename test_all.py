@@ -255,7 +255,7 @@ def test_ns_unknown_coefficients():
         newton_schulz(torch.eye(2), steps=0)
     phi, x = problem("mlp", "l2", 1, 4)
     with pytest.raises(ValueError, match="cubic"):
-        learn(omega, Rule("mlp", "l2", 1, 4, 4, ns_coefficients="quintic"), phi, x)
+        learn(omega, Rule("mlp", "l2", 1, 4, 2, ns_coefficients="quintic"), phi, x)
 
 
 # ---- poly.py
