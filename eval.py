@@ -230,7 +230,8 @@ def parse(argv=None):
     add("--optimizer", default="muon", choices=("adamw", "muon"), help="outer, as in train.py [muon]")
     add("--seed", type=int, default=1337, metavar="N", help="of weights and sequences [1337]")
     own = set(vars(parser.parse_args([])))
-    train.add_flags(parser.add_argument_group("--task mqar: the network"), models.Config, skip=("vocab_size",))
+    network = parser.add_argument_group("--task mqar: the network", "In [] is what atlas has here.")
+    train.add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=("vocab_size",))
     args = parser.parse_args(argv)
     args.config = {name: value for name, value in vars(args).items() if name not in own}
     args.batch_size = args.batch_size or (32 if args.task == "mqar" else 8)

@@ -2121,11 +2121,20 @@ def test_flags_do_not_collide():
 
 
 def test_every_field_is_a_flag_and_help_lists_it_with_its_default(capsys):
-    """A store_true flag with default True cannot be turned off; a field without a flag cannot be set."""
-    with pytest.raises(SystemExit) as stop:
-        train.main(["--help"])
-    text = capsys.readouterr().out
-    assert stop.value.code == 0 and "Precedence" not in text.split("the run:")[0]
+    """A store_true flag with default True cannot be turned off; a field without a flag cannot be set; a default that no run has misleads."""
+    text = {}
+    for main in (eval.main, train.main):
+        with pytest.raises(SystemExit) as stop:
+            main(["--help"])
+        assert stop.value.code == 0
+        text[main] = capsys.readouterr().out
+    tc, config = train.settings(dict(size="tiny"))
+    recall = models.Config(**{**models.PRESETS["atlas"], **eval.SMALL})          # of eval.py --task mqar
+    for main, values in ((train.main, {**asdict(tc), **asdict(config), "size": "auto"}), (eval.main, asdict(recall))):
+        shown = dict(re.findall(r"^  --([\w-]+).*?\[(.*?)\]$", text[main], re.M | re.S))
+        for name, value in values.items():
+            assert name == "vocab_size" or shown[name.replace("_", "-")] == str(value), name
+    text = text[train.main]
     for cls in (train.TrainConfig, models.Config):
         for f in fields(cls):
             if f.name == "vocab_size":
@@ -3734,6 +3743,8 @@ MUTANTS = [
      "test_exp_has_no_reference_and_no_newton_schulz"),
     ("a cache that grows has failed", "eval.py", 'c.mixer == "attention" and not c.attn_window', "False",
      "test_stream_tells_growth_and_nan"),
+    ("--help shows what no run has", "train.py", "presets.get(f.name, f.default)", "f.default",
+     "test_every_field_is_a_flag_and_help_lists_it_with_its_default"),
     ("--remat ignored", "train.py", "    model.remat = tc.remat\n", "", "test_remat_is_the_same_run"),
     ("remat forgets the dropout", "models.py", "use_reentrant=False)", "use_reentrant=False, preserve_rng_state=False)",
      "test_remat_is_bit_equal_in_less_memory[transformer]"),

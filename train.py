@@ -117,15 +117,15 @@ def flag(name):
     return "--" + name.replace("_", "-")
 
 
-def add_flags(group, cls, skip=()):
-    """One flag for each field of a dataclass. A flag that is not given leaves no trace, so that presets can tell."""
+def add_flags(group, cls, presets, skip=()):
+    """One flag for each field of a dataclass, in [] what it is with these presets. A flag not given leaves no trace, so that they can tell."""
     for f in fields(cls):
         if f.name in skip:
             continue
         kind, choices = type(f.default), f.metadata.get("choices")
         how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(
             type=kind, choices=choices, metavar=None if choices else {int: "N", float: "X", str: "NAME"}[kind])
-        text = f"{f.metadata['help']} [{f.default}]".replace("%", "%%")
+        text = f"{f.metadata['help']} [{presets.get(f.name, f.default)}]".replace("%", "%%")
         group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
 
@@ -133,10 +133,11 @@ def parse(argv=None):
     """The flags that were given -> dict."""
     parser = Parser(
         prog="train.py", usage="python %(prog)s [flags]", description=__doc__, allow_abbrev=False,
-        epilog="Defaults are in []; --size changes some (SIZES, TRAIN_SIZES), then --model (PRESETS), then flags.",
+        epilog="In [] is what tiny and atlas have; another --size changes some (SIZES, TRAIN_SIZES), then --model (PRESETS), then flags.",
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=118))
-    add_flags(parser.add_argument_group("the run"), TrainConfig)
-    add_flags(parser.add_argument_group("the network"), Config, skip=("vocab_size",))      # which the tokenizer decides
+    presets = {**TRAIN_SIZES["tiny"], **SIZES["tiny"], **PRESETS[TrainConfig.model]}
+    add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
+    add_flags(parser.add_argument_group("the network"), Config, presets, skip=("vocab_size",))     # which the tokenizer decides
     return vars(parser.parse_args(argv))
 
 
