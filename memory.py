@@ -31,7 +31,8 @@ import torch
 import torch.nn.functional as F
 
 MEMORIES = ("linear", "mlp", "gated")
-LOSSES = ("l2", "dot", "huber", "lp")
+LOSSES = ("l2", "dot", "huber", "lp")                         # a new one needs its line in loss, error, error_backward and test_losses,
+CURVED = ("huber", "lp")                                      # a place here if error's slope is not constant, and in `target` if not of y - v
 EPS = 1e-6                                                    # of the norm
 LP = 3                                                        # MIRAS' Moneta: |y - v|_p^p with p = 3
 
@@ -89,7 +90,9 @@ def loss(kind, y, v):
         return -(y * v).sum()                                                    # Eq 19, with the sign that writes + v k^T
     if kind == "huber":
         return F.huber_loss(y, v, reduction="sum")                               # MIRAS, Yaad
-    return (y - v).abs().pow(LP).sum() / LP                                      # MIRAS, Moneta
+    if kind == "lp":
+        return (y - v).abs().pow(LP).sum() / LP                                  # MIRAS, Moneta
+    raise ValueError(f"no loss {kind!r}")
 
 
 def error(kind, y, v):
@@ -97,9 +100,13 @@ def error(kind, y, v):
     if kind == "dot":
         return -v
     e = y - v
+    if kind == "l2":
+        return e
     if kind == "huber":
         return e.clamp(-1, 1)
-    return e if kind == "l2" else e.abs().pow(LP - 1) * e.sign()
+    if kind == "lp":
+        return e.abs().pow(LP - 1) * e.sign()
+    raise ValueError(f"no error of loss {kind!r}")
 
 
 def pack(W):
@@ -123,12 +130,12 @@ def gradients(kind, loss_kind, W, x, v, norm):
     z = product(x, W[0])
     if kind == "linear":
         e = error(loss_kind, z, v)
-        return [(x, e)], (None, z if loss_kind in ("huber", "lp") else None, e)
+        return [(x, e)], (None, z if loss_kind in CURVED else None, e)
     a = hidden(kind, z)
     f = product(a, W[1])
     e = output_error(loss_kind, f, v, norm)
     d = hidden_backward(kind, z, product(e, W[1].mT))
-    return [(x, d), (a, e)], (z if z.shape[-1] < x.shape[-1] else None, f if norm or loss_kind in ("huber", "lp") else None, e)
+    return [(x, d), (a, e)], (z if z.shape[-1] < x.shape[-1] else None, f if norm or loss_kind in CURVED else None, e)
 
 
 def target(kind, loss_kind, r, v):
@@ -190,6 +197,8 @@ def error_backward(kind, de, y, v):
         de = de * ((y - v).abs() <= 1)
     elif kind == "lp":
         de = de * (LP - 1) * (y - v).abs().pow(LP - 2)
+    elif kind != "l2":
+        raise ValueError(f"no gradient of the error of loss {kind!r}")
     return de, -de
 
 

@@ -377,6 +377,14 @@ def test_losses():
         close(memory.loss(kind, y, v), torch.tensor(value), 1e-6)
 
 
+def test_a_new_loss_is_never_another():
+    """A loss that is new in one of three places would run as lp, or with l2's gradient, in the others, without a word."""
+    y, v = randn(2, 3), randn(2, 3)
+    for call in (lambda: memory.loss("new", y, v), lambda: memory.error("new", y, v), lambda: memory.error_backward("new", y, y, v)):
+        with pytest.raises(ValueError, match="'new'"):
+            call()
+
+
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kind", MEMORIES)
@@ -3456,6 +3464,7 @@ MUTANTS = [
     ("mean for sum in the loss (titans-pytorch)", "memory.py", "0.5 * (y - v).square().sum()", "0.5 * (y - v).square().mean()",
      "test_losses"),
     ("loss without its 1/2", "memory.py", "return 0.5 * (y - v).square()", "return (y - v).square()", "test_losses"),
+    ("a new loss runs as l2", "memory.py", "    elif kind != \"l2\":", "    elif False:", "test_a_new_loss_is_never_another"),
     ("sign of the dot-product loss", "memory.py", "return -(y * v).sum()", "return (y * v).sum()", "test_linear_attention"),
     ("sign of its closed gradient", "memory.py", "        return -v\n", "        return v\n", "test_memory_gradients"),
     ("no residual in the memory", "memory.py", "return r + (F.rms_norm", "return (F.rms_norm", "test_memory_formula"),
