@@ -158,7 +158,7 @@ def settings(given, ckpt=None):
         if train.get("size", "auto") == "auto":
             train["size"] = "baby" if pick_device(train.get("device", "auto")).type == "cuda" else "tiny"
         model, size = train.get("model", TrainConfig.model), train["size"]
-        train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES[size], **train}
+        train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES.get(size, {}), **train}
         if "warmup" not in given:
             train["warmup"] = min(train["warmup"], train["steps"] // 10)
         if "steps" in given and "minutes" not in given:
