@@ -50,11 +50,6 @@ def buckets(length):
     return list(zip(edges, edges[1:]))
 
 
-def nats(loss, bytes_a_token):
-    bits = loss / math.log(2)
-    return f"{loss:.4f} nats/token  {bits:.4f} bits/token  {bits / bytes_a_token:.4f} bits/byte"
-
-
 def text_task(args):
     """Everything there is to know about a checkpoint -> exit code."""
     device = train.pick_device(args.device)
@@ -69,10 +64,7 @@ def text_task(args):
     part = "the validation files" if corpus.tokens else "the last tenth"
     same = "" if corpus.sha256 == ckpt["data"]["sha256"] else "; it is not the text of the training"
     say(f"{part} of {corpus.used}, {len(val):,} tokens{same}")
-    bytes_a_token = tokenizer.bytes_a_token(val)
-    for carry, how in ((False, "memory reset at each window"), (True, f"{args.batch_size} streams, memory carried")):
-        loss = train.evaluate(model, val, T, args.batch_size, carry=carry)
-        say(f"  {how:27s}  {nats(loss, bytes_a_token)}")
+    train.report(model, tokenizer, val, T, args.batch_size)
     length = min(args.length or 4 * T, len(val) - 1)
     at, n = position_loss(model, val, length, args.batch_size, args.windows)
     say(f"\nby position, mean of {n} windows of {length}; it was trained on {T}\n  tokens before   nats/token")
@@ -157,19 +149,6 @@ def accuracy(model, args, n_pairs, device, batches=8):
     return right / asked
 
 
-def mqar_step(model, optimizers, tc, x, y, step):
-    loss = model.loss(x, y)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip)
-    for optimizer in optimizers:
-        peak = tc.muon_lr if isinstance(optimizer, train.Muon) else tc.lr
-        for group in optimizer.param_groups:
-            group["lr"] = peak * train.lr_scale(step, tc)
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.item()
-
-
 def mqar_task(args):
     """Train on all numbers of pairs in turn, print the accuracy for each -> exit code."""
     device = train.pick_device(args.device)
@@ -184,8 +163,11 @@ def mqar_task(args):
     optimizers, began = train.make_optimizers(model, tc), time.perf_counter()
     for step in range(args.steps):
         x, y = mqar_batch(args, args.pairs[step % len(args.pairs)], step, args.batch_size, device)
-        loss = mqar_step(model, optimizers, tc, x, y, step)
-        if not math.isfinite(loss):
+        loss = model.loss(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip)
+        train.update(optimizers, tc, train.lr_scale(step, tc))
+        if not loss.isfinite():
             say(f"FAILED: the loss is {loss} at step {step + 1}; lower --lr")
             return 1
         if (step + 1) % max(1, args.steps // 10) == 0:

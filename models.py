@@ -24,39 +24,56 @@ from muon import COEFFICIENTS
 from poly import FEATURES, Features
 
 WIRINGS = ("lmm", "mag", "mal", "mac")
+LIMIT = 2**31                                                 # of all integers: what torch takes for a number of threads
 
 
 def opt(default, help, **more):
     return field(default=default, metadata=dict(help=help, **more))
 
 
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+def check(config):
+    """ValueError for a number that is not finite or below its `low` (0 where none is given), and for a name that is no choice."""
+    for f in fields(config):
+        value, low, choices = getattr(config, f.name), f.metadata.get("low", 0), f.metadata.get("choices")
+        high, below = (math.inf, "finite") if isinstance(value, float) else (LIMIT, "below 2^31")
+        if isinstance(value, (int, float)) and not low <= value < high:                          # false for nan, too
+            raise ValueError(f"{flag(f.name)} must be at least {low} and {below}, not {value}{f.metadata.get('hint', '')}")
+        if choices and value not in choices:
+            raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
+
+
 @dataclass
 class Config:
     """All it takes to rebuild the network; train.py makes a flag of each field but vocab_size and saves all in the checkpoint."""
-    vocab_size: int = opt(65, "number of tokens; set from the tokenizer")
-    n_layer: int = opt(2, "blocks")
-    n_head: int = opt(8, "heads; each has its own memory")
-    n_embd: int = opt(192, "width of the residual stream")
+    vocab_size: int = opt(65, "number of tokens; set from the tokenizer", low=1)
+    n_layer: int = opt(2, "blocks", low=1)
+    n_head: int = opt(8, "heads; each has its own memory", low=1)
+    n_embd: int = opt(192, "width of the residual stream", low=1)
     head_dim: int = opt(16, "width of a head; 0 takes n_embd / n_head")
     mixer: str = opt("memory", "what mixes tokens", choices=("memory", "attention"))
     wiring: str = opt("lmm", "memory alone, or with attention after Titans: gate, layer, context", choices=WIRINGS)
     memory_branch: bool = opt(True, "--no-memory-branch leaves the attention of mag, mal, mac alone: what does the memory bring?")
     persistent: int = opt(4, "learned tokens before the sequence, in mag, mal and mac")
     memory: str = opt("mlp", "the memory: a matrix, Eq 42, or Eq 43", choices=MEMORIES)
-    expansion: int = opt(1, "hidden width of the memory, in head dims")
+    expansion: int = opt(1, "hidden width of the memory, in head dims", low=1)
     memory_norm: bool = opt(False, "a norm (RMS) inside the memory, before its residual")
     loss: str = opt("l2", "inner loss (attentional bias)", choices=LOSSES)
-    window: int = opt(8, "tokens the Omega rule looks back on (the paper's c); 1 is Titans")
-    chunk: int = opt(64, "tokens that share one gradient point (the paper's b)")
+    window: int = opt(8, "tokens the Omega rule looks back on (the paper's c); 1 is Titans", low=1)
+    chunk: int = opt(64, "tokens that share one gradient point (the paper's b)", low=1)
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
     muon: bool = opt(True, "Newton-Schulz on the momentum, Eq 32")
-    muon_every: int = opt(64, "tokens from one Newton-Schulz to the next, which sees all of them; 1 is the paper's Eq 40")
-    ns_steps: int = opt(5, "Newton-Schulz iterations")
+    muon_every: int = opt(64, "tokens from one Newton-Schulz to the next, which sees all of them; 1 is the paper's Eq 40", low=1,
+                          hint="; --no-muon for none")
+    ns_steps: int = opt(5, "Newton-Schulz iterations", low=1)
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", choices=tuple(COEFFICIENTS))
     ns_dtype: str = opt("float32", "precision inside of Newton-Schulz; bfloat16: for GPUs", choices=("float32", "bfloat16"))
     ns_straight_through: bool = opt(False, "send the outer gradient past Newton-Schulz instead of through it")
     features: str = opt("monomial", "feature map phi of keys and queries", choices=FEATURES)
-    degree: int = opt(2, "polynomial degree of phi (the paper's p)")
+    degree: int = opt(2, "polynomial degree of phi (the paper's p)", low=1)
     sketch_dim: int = opt(64, "features of the sketch of degree 2, for --features sketch")
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
     forget: str = opt("start", "what is forgotten: all that was written since M0, or (zero, as printed) M0 too",
@@ -71,22 +88,13 @@ class Config:
     tie: bool = opt(False, "share the embedding with the output layer")
 
     def __post_init__(self):
-        for name in ("vocab_size", "n_layer", "n_head", "n_embd", "expansion", "window", "chunk", "degree", "muon_every", "ns_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        for f in fields(self):
-            choices = f.metadata.get("choices")
-            if choices and getattr(self, f.name) not in choices:
-                raise ValueError(f"--{f.name.replace('_', '-')} must be one of {', '.join(choices)}, not {getattr(self, f.name)!r}")
-        if not 0 <= self.dropout < 1:                         # false for nan, too
-            raise ValueError(f"--dropout must be at least 0 and below 1, not {self.dropout}")
+        check(self)
+        if self.dropout >= 1:
+            raise ValueError(f"--dropout must be below 1, not {self.dropout}")
         if not self.head_dim:
             if self.n_embd % self.n_head:
                 raise ValueError(f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}, or give --head-dim")
             self.head_dim = self.n_embd // self.n_head
-        for name in ("head_dim", "persistent", "max_step", "max_norm", "attn_window", "mlp_hidden", "sketch_dim"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be finite and not negative, not {getattr(self, name)}")
         attention = self.mixer == "attention"
         if attention and self.wiring != "lmm":
             raise ValueError(f"--wiring {self.wiring} is of a memory and attention; take a --model with a memory")

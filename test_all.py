@@ -1461,7 +1461,9 @@ def test_compiled_on_a_gpu_is_eager(preset, monkeypatch):
 def test_bad_configurations():
     """Each mistake is one clear line that names the flag or the choices."""
     for call, word in [(lambda: models.build("altas"), "atlas"), (lambda: models.build("atlas", windw=3), "windw"),
-                       (lambda: models.build("atlas", window=0), "window"), (lambda: models.build("atlas", memory="cubic"), "gated"),
+                       (lambda: models.build("atlas", window=0), "window"),
+                       (lambda: models.build("atlas", muon_every=0), "1 .*--no-muon"), (lambda: models.build("atlas", chunk=2**31), "chunk"),
+                       (lambda: models.build("atlas", memory="cubic"), "gated"),
                        (lambda: models.build("atlas", n_head=3, n_embd=16, head_dim=0), "n-head"),
                        (lambda: models.build("atlas", head_dim=-4), "head-dim"), (lambda: models.build("swa", head_dim=7), "even"),
                        (lambda: models.build("atlas", dropout=math.nan), "dropout"), (lambda: models.build("atlas", dropout=1.0), "dropout"),

@@ -32,13 +32,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data import KINDS, Parser, UserError, batch, make_tokenizer, read, streams, tokenizer_from_state, windows
-from models import LM, PRESETS, SIZES, Config, detach, opt
+from models import LIMIT, LM, PRESETS, SIZES, Config, check, detach, flag, opt
 from muon import exact_products, newton_schulz
 
 
 # ---- settings and flags
 
-LIMIT = 2**31                                                 # of all integers: what torch takes for a number of threads
 MATMUL = "auto", "highest", "high", "medium"
 
 
@@ -83,13 +82,7 @@ class TrainConfig:
     threads: int = opt(0, "CPU threads; 0: torch decides")
 
     def __post_init__(self):
-        for f in fields(self):
-            value, low, choices = getattr(self, f.name), f.metadata.get("low", 0), f.metadata.get("choices")
-            high, below = (math.inf, "finite") if isinstance(value, float) else (LIMIT, "below 2^31")
-            if isinstance(value, (int, float)) and not low <= value < high:                # false for nan, too
-                raise ValueError(f"{flag(f.name)} must be at least {low} and {below}, not {value}")
-            if choices and value not in choices:
-                raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
+        check(self)
         if self.warmup > self.steps:
             raise ValueError(f"--warmup {self.warmup} is longer than --steps {self.steps}")
         if self.decay_frac > 1 or self.beta2 >= 1:
@@ -111,10 +104,6 @@ FREE = LAUNCH | {"data", "eval_every", "log_every", "sample_tokens", "remat"} # 
 
 class Halt(Exception):
     """Ends a run with one line and exit code 1: not the user's mistake, and the last checkpoint is intact."""
-
-
-def flag(name):
-    return "--" + name.replace("_", "-")
 
 
 def add_flags(group, cls, presets, skip=()):
@@ -535,13 +524,18 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
                    "the update, so checkpoints are good; lower --lr or --muon-lr, or raise --warmup")
     if tc.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), tc.grad_clip, norm)
+    update(optimizers, tc, scale)
+    return loss, size
+
+
+def update(optimizers, tc, scale):
+    """Each parameter takes a step along its gradient, at `scale` times the peak rates."""
     for optimizer in optimizers:
         peak = tc.muon_lr if isinstance(optimizer, Muon) else tc.lr
         for group in optimizer.param_groups:
             group["lr"] = peak * group.get("times", 1.0) * scale
         optimizer.step()
         optimizer.zero_grad()
-    return loss, size
 
 
 @torch.no_grad()
@@ -627,25 +621,31 @@ def train(model, optimizers, run, tc, splits, device, dtype):
                 return None
 
 
+def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
+    """Says the mean loss of a whole split, memory reset at each window and carried -> the former, in nats a token."""
+    bytes_a_token, losses = tokenizer.bytes_a_token(ids), []
+    for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams")):
+        grows = carry and model.config.mixer == "attention"   # a cache: its length is a shape of its own
+        with torch.compiler.set_stance("force_eager") if grows else nullcontext():
+            losses.append(evaluate(model, ids, seq_len, batch_size, carry=carry, dtype=dtype))
+        bits = losses[-1] / math.log(2)
+        say(f"  {name:27s}  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  {bits / bytes_a_token:.4f} bits/byte")
+    return losses[0]
+
+
 def finish(model, run, tc, splits, tokenizer, device, dtype):
     """What the best weights make of the whole validation split, memory reset at each window and carried; a sample."""
     ckpt = load_checkpoint(tc.out)
     model.load_state_dict(ckpt["model"])
-    val, nats = splits[1], {}
-    bytes_a_token = tokenizer.bytes_a_token(val)
+    val = splits[1]
     say(f"\nbest step {ckpt['step']} on the whole validation split, {len(val):,} tokens in windows of {tc.seq_len}:")
-    for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {tc.batch_size} streams")):
-        grows = carry and model.config.mixer == "attention"                     # a cache: its length is a shape of its own
-        with torch.compiler.set_stance("force_eager") if grows else nullcontext():
-            nats[carry] = evaluate(model, val, tc.seq_len, tc.batch_size, carry=carry, dtype=dtype)
-        bits = nats[carry] / math.log(2)
-        say(f"  {name:27s}  {nats[carry]:.4f} nats/token  {bits:.4f} bits/token  {bits / bytes_a_token:.4f} bits/byte")
+    loss = report(model, tokenizer, val, tc.seq_len, tc.batch_size, dtype)
     how = dict(temperature=0.8, generator=torch.Generator(device).manual_seed(tc.seed))
     with torch.compiler.set_stance("force_eager"):            # single tokens, at every place in a chunk: too many shapes to compile
         say("\n" + "".join(write(model, tokenizer, encode_prompt(tokenizer, ""), tc.sample_tokens, **how)) + "\n")
     say(f"peak memory {peak_memory(device)}")
-    say(f"done: {tc.model} on {run['data']['used']}, best validation loss {nats[False]:.4f} nats/token, "
-        f"{nats[False] / math.log(2):.4f} bits/token (whole split), {clock(run['seconds'])}")
+    say(f"done: {tc.model} on {run['data']['used']}, best validation loss {loss:.4f} nats/token, "
+        f"{loss / math.log(2):.4f} bits/token (whole split), {clock(run['seconds'])}")
 
 
 def encode_prompt(tokenizer, prompt):
