@@ -56,8 +56,7 @@ def text_task(args):
     ckpt = train.load_checkpoint(args.ckpt)
     model, tokenizer = train.rebuild(ckpt)
     model.to(device).eval()
-    name, T = args.data or ckpt["train"]["data"], ckpt["train"]["seq_len"]
-    corpus = data.read(name)
+    corpus, T = train.read_for(ckpt, args.data or ckpt["train"]["data"]), ckpt["train"]["seq_len"]
     _, val = corpus.splits(tokenizer, T)
     say(f"{ckpt['path']}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
         f"{ckpt['data']['used']} in windows of {T}")

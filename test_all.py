@@ -2517,6 +2517,17 @@ def test_resume_refuses_other_settings_and_names_them(copy, text, capsys):
     assert train.main(["--resume", "--out", str(copy), "--window", "3"]) == 0     # given again, but the same
 
 
+def test_a_text_that_has_moved(text, copy, tmp_path, capsys):
+    """`no such file: my.txt`, of a name that nobody has typed, for a checkpoint from another machine."""
+    ckpt = train.load_checkpoint(copy / "ckpt.pt")
+    ckpt.update(step=6, train={**ckpt["train"], "data": "/no/my.txt"})
+    torch.save(ckpt, copy / "best.pt")
+    torch.save(ckpt, copy / "ckpt.pt")
+    for main, flags in ((eval.main, ["--ckpt", copy]), (train.main, ["--out", copy, "--resume"])):
+        assert "'/no/my.txt'" in (said := refused(capsys, main, *flags)) and str(copy) in said and "--data gives another" in said
+    assert str(copy) not in refused(capsys, eval.main, "--ckpt", copy, "--data", "/no/other.txt")
+
+
 def test_resume_refuses_another_text(text, copy, tmp_path, capsys):
     """The same path with other words in it is another run; the same words under another path are not."""
     assert go(text, tmp_path / "run", "--steps", 4, "--stop-after", 2) == 0
@@ -2684,7 +2695,7 @@ def test_a_failed_save_keeps_the_checkpoint_before_it(stage, copy, monkeypatch, 
     ckpt = train.load_checkpoint(copy / "ckpt.pt")
     model, _ = train.rebuild(ckpt)
     before = contents(copy)
-    (copy / "ckpt.pt.tmp").write_bytes(b"left by a process that was killed")
+    (copy / f"ckpt.pt.{os.getpid()}.tmp").write_bytes(b"left by a process that was killed, of the same number")
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -2697,6 +2708,22 @@ def test_a_failed_save_keeps_the_checkpoint_before_it(stage, copy, monkeypatch, 
         with pytest.raises(train.Halt, match="cannot write.*intact"):
             train.save_checkpoint(copy / "ckpt.pt", dict(step=1), model, [])
     assert contents(copy) == before
+
+
+def test_two_runs_with_one_folder_save_whole_checkpoints(copy, monkeypatch):
+    """One temporary file for both: the first to end renames what the other has half written."""
+    path, save, pids = copy / "ckpt.pt", torch.save, [1, 2]
+    ckpt = train.load_checkpoint(path)
+    model, _ = train.rebuild(ckpt)
+
+    def meanwhile(state, file):
+        if pids:
+            train.save_checkpoint(path, dict(ckpt, step=2), model, [])
+        save(state, file)
+    monkeypatch.setattr(os, "getpid", lambda: pids.pop(0))
+    monkeypatch.setattr(torch, "save", meanwhile)
+    train.save_checkpoint(path, dict(ckpt, step=1), model, [])
+    assert train.load_checkpoint(path)["step"] == 1 and not list(copy.glob("*.tmp"))
 
 
 def test_out_of_memory_names_the_knobs_and_leaves_the_earlier_run_alone(copy, text, monkeypatch, capsys):

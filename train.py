@@ -175,7 +175,7 @@ def save_checkpoint(path, run, model, optimizers):
                  optimizers=[o.state_dict() for o in optimizers])
     if rank():
         return
-    tmp = path.with_name(path.name + ".tmp")
+    tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")    # another run's, should it have the same --out, is another
     try:
         with open(tmp, "wb") as f:
             torch.save(state, f)
@@ -669,9 +669,19 @@ def write(model, tokenizer, ids, n, **how):
 
 # ---- main
 
+def read_for(ckpt, name):
+    """data.read, which cannot know that a name was not given but stands in a checkpoint, perhaps of another machine."""
+    try:
+        return read(name)
+    except UserError as fault:
+        if name != ckpt["train"]["data"]:
+            raise
+        raise UserError(f"{fault} ({ckpt['path']} has this name of its text; --data gives another)") from None
+
+
 def prepare_data(tc, ckpt=None):
     """-> tokenizer, (training ids, validation ids), what text it was: on resume, the one that the run began with."""
-    corpus = read(tc.data)
+    corpus = read_for(ckpt, tc.data) if ckpt else read(tc.data)
     if ckpt and corpus.sha256 != ckpt["data"]["sha256"]:
         was = ckpt["data"]
         raise UserError(f"--resume: data is {was['used']} (sha256 {was['sha256'][:12]}) in {ckpt['path']}, but now "
