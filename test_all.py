@@ -2625,6 +2625,14 @@ def test_two_processes_train_like_one(text, tmp_path, capsys):
         assert [float(x or 0) for x in a] == pytest.approx([float(x or 0) for x in b], rel=1e-4)
 
 
+def test_windows_too_short_to_read_what_was_written(text, tmp_path, capsys):
+    """Newton-Schulz once in 128 tokens on windows of 128 trains a memory that never answers with what it saw, and nothing else would tell."""
+    for flags, warned in (((), False), (("--seq-len", 8), True), (("--seq-len", 8, "--no-muon"), False),
+                          (("--seq-len", 8, "--model", "transformer"), False)):
+        assert go(text, tmp_path / "out", "--steps", 1, *flags) == 0
+        assert ("lower --muon-every" in capsys.readouterr().out) == warned
+
+
 def test_processes_share_the_passes_of_a_step(capsys, monkeypatch, tmp_path):
     """Two processes cannot share three passes, nor end together by clocks of their own."""
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -710,6 +710,9 @@ def describe(tc, model, device, dtype, tokenizer, splits, used):
     say(f"data     {used}: {len(splits[0]):,} tokens to train, {len(splits[1]):,} to validate, {tokenizer.kind} "
         f"vocabulary of {tokenizer.vocab_size:,}")
     say(f"model    {tc.model}, {tc.size}: {model.num_params():,} parameters")
+    every = model.config.rule().muon_every
+    if model.config.mixer == "memory" and tc.seq_len <= every:
+        say(f"warning: what a memory writes is read after --muon-every {every} tokens, in none of --seq-len {tc.seq_len}; lower --muon-every")
 
 
 def launch(given):
