@@ -44,16 +44,25 @@ def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False, d
 def inverse_norm(S):
     """1 / |S|_F, and 0 for a zero matrix, which so stays zero and passes no gradient."""
     norm = torch.linalg.vector_norm(S, dim=(-2, -1), keepdim=True)
-    tiny = torch.finfo(S.dtype).tiny * 1e3
+    tiny = max(least_square(S) ** 0.5, 2 / torch.finfo(S.dtype).max)             # float16 has no 1 / |S| beyond that
     return torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)
+
+
+def least_square(*stacks):
+    """The least |S|^2 that does not count as zero. An entry's square, on average a share of it, is then far above the smallest number: what
+    squares lose that underflow, or are flushed to zero, is no noticeable part of the sum. (bfloat16 and float16 are summed in float32.)
+    """
+    tiny = torch.finfo(torch.promote_types(stacks[0].dtype, torch.float32)).tiny
+    return 1e3 * tiny * max(S.shape[-2:].numel() for S in stacks)
 
 
 def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype=None):
     """NS(S), an odd polynomial of S with the singular vectors of S: (..., m, n) -> (..., m, n), any leading dimensions.
 
     S may be a tuple of such stacks, of any shapes: all of the same short side then share one iteration. Scale invariant: NS(c S) =
-    NS(S) for c > 0, but |S|^2 has to fit the dtype; NS(0) = 0 with zero gradient. The outer gradient goes through (choice 14), or
-    with `straight_through` past the iteration as if NS(S) were S / |S|_F. `dtype`: that of the iteration, if not that of S. Raises
+    NS(S) for c > 0, but |S|^2 has to fit the dtype; NS(0) = 0 with zero gradient. Zero is what has an |S|^2 below `least_square`: in
+    float32 entries with a root mean square below 3.4e-18 (in float16 also an |S| below 3.1e-5). The outer gradient goes through (choice 14),
+    or with `straight_through` past the iteration as if NS(S) were S / |S|_F. `dtype`: that of the iteration, if not that of S. Raises
     ValueError for unknown coefficients, and for less than one step. (The memory calls `orthogonalize` and its gradient: chunks.py; the outer
     optimizer calls this: train.Muon.)
     """
@@ -212,7 +221,7 @@ def iterate_on_gram(stacks, steps, a, b, c):
         G, R, Gs, Qs = torch.cat([inner(x, x) for x in X]), None, [], []
         if not run:
             square = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]         # |S|^2
-            tiny = torch.finfo(G.dtype).tiny * 1e3
+            tiny = least_square(*stacks)
             scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)                # 1 / |S|
             G = G * scale.square()
         for i in range(n):

@@ -153,6 +153,35 @@ def test_ns_zero_and_rank_one():
     close(newton_schulz(x @ y), s * x @ y)
 
 
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("shape", [(6, 6), (40, 40), (6, 28), (100, 40)], ids=str)
+def test_ns_of_next_to_nothing(shape, flush):
+    """Squares underflow long before S does: of |S| = 1e-22 a sum of them had a part or nothing, and NS(S) was NaN, infinite, or that much
+    too large. Whatever S is, it counts as zero or in full; a sum of squares that are flushed to zero (train.tune_cpu) is no exception."""
+    S, weight = randn(3, *shape), randn(3, *shape)
+    S = (S / S.norm(dim=(1, 2), keepdim=True)).requires_grad_()
+    exact = newton_schulz(S)
+    dexact, seen = torch.autograd.grad((exact * weight).sum(), S)[0], set()
+    was = (torch.full((8,), 1e-38) * 0.1 == 0).all().item()
+    try:
+        torch.set_flush_denormal(flush)
+        for scale in (10 ** (-e / 4) for e in range(60, 97)):                    # 1e-15 to 1e-24
+            tiny = (S.detach() * scale).float().requires_grad_()
+            N = newton_schulz(tiny)
+            dS, = torch.autograd.grad((N * weight.float()).sum(), tiny)
+            seen.add(N.count_nonzero().item() > 0)
+            full = 1.0 if N.count_nonzero() else 0.0
+            close(N.double(), full * exact, 1e-4)
+            close(dS.double() * scale / dexact.norm(), full * dexact / dexact.norm(), 1e-4)
+            close(newton_schulz_ref(tiny.detach()), N, 1e-4)
+    finally:
+        torch.set_flush_denormal(was)
+    assert seen == {False, True}
+    for scale in (1e-1, 1e-3, 1e-4, 1e-6, 1e-8):              # float16, which ends at 65,504: so does 1 / |S|
+        assert newton_schulz((S.detach() * scale).half()).isfinite().all()
+    assert newton_schulz((S.detach() * 1e-3).half()).abs().max() > 0.01
+
+
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
 def test_ns_scale_invariant(scale):
     """A norm with an additive epsilon would make small momenta count less: step would no longer set the step."""
@@ -3463,6 +3492,12 @@ MUTANTS = [
      "test_ns_near_polar_factor"),
     ("NS of zero is 0 / 0", "muon.py", "torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)", "(1 / norm)",
      "test_ns_zero_and_rank_one"),
+    ("NS of squares that underflow", "muon.py", "return 1e3 * tiny * max(S.shape[-2:].numel() for S in stacks)", "return (1e3 * tiny) ** 2",
+     "test_ns_of_next_to_nothing"),
+    ("NS of a long sum of squares that underflow", "muon.py", "return 1e3 * tiny * max(S.shape[-2:].numel() for S in stacks)", "return 1e3 * tiny",
+     "test_ns_of_next_to_nothing"),
+    ("NS in float16: 1 / |S| is infinite", "muon.py", "tiny = max(least_square(S) ** 0.5, 2 / torch.finfo(S.dtype).max)",
+     "tiny = least_square(S) ** 0.5", "test_ns_of_next_to_nothing"),
     ("NS adds an epsilon to the norm", "muon.py", "torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)", "(1 / (norm + 1e-7))",
      "test_ns_scale_invariant"),
     ("NS of a wide zero is 0 / 0", "muon.py", "torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)", "square.rsqrt()",
