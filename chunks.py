@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 import memory
+from memory import once_differentiable
 from muon import exact_products, orthogonalize, orthogonalize_backward
 
 

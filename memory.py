@@ -26,6 +26,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in 
     c tokens of a chunk (the paper's c is `window`)   n pairs that a chunk learns from
 """
 import math
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -270,3 +271,17 @@ def gelu(z):
     pdf = (square * (-0.5 / math.log(2))).exp2_().mul_((2 * torch.pi) ** -0.5)                   # an AMD core's exp takes 4 times as long
     Phi = (z * 0.5**0.5).erf_().add_(1).mul_(0.5)
     return z * Phi, Phi.addcmul_(z, pdf), square.neg_().add_(2).mul_(pdf)
+
+
+def once_differentiable(backward):
+    """For the `backward` of an autograd.Function: a gradient that was written out has none of its own, so create_graph=True is refused.
+
+    torch's decorator of this name lets such a gradient pass for a constant where the one that comes in is a constant (a linear loss), and
+    else puts its error on a way that torch.autograd.grad never takes: a penalty on gradients would be wrong without a word.
+    """
+    @wraps(backward)
+    def once(ctx, *grads):
+        if torch.is_grad_enabled():                           # in a backward, this is create_graph
+            raise RuntimeError("this gradient is written out and has none of its own: no create_graph=True, no second derivatives")
+        return backward(ctx, *grads)
+    return once

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from memory import LOSSES, MEMORIES, shapes
+from memory import LOSSES, MEMORIES, once_differentiable, shapes
 import memory
 import omega
 from muon import COEFFICIENTS

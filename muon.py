@@ -18,7 +18,8 @@ from functools import lru_cache
 from itertools import islice
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from memory import once_differentiable
 
 COEFFICIENTS = {
     "muon": (3.4445, -4.7750, 2.0315),                        # steep at 0: small singular values grow 3.4x a step

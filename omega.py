@@ -31,11 +31,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.func import grad, vmap
 
 import chunks
 import memory
+from memory import once_differentiable
 from muon import newton_schulz_ref
 
 

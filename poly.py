@@ -12,7 +12,8 @@ from itertools import combinations_with_replacement
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
+
+from memory import once_differentiable
 
 FEATURES = ("none", "elementwise", "monomial", "sketch", "exp")
 

@@ -587,13 +587,38 @@ def test_omega_gradcheck(features, muon_every):
     assert torch.autograd.gradcheck(f, tuple(x.values()), fast_mode=True)
 
 
-def test_second_derivatives_are_refused():
-    """A gradient that was written out knows no gradient of its own: without a word it would be wrong."""
-    x, factors = randn(1, 2, 5, 3).requires_grad_(), rand(1, 2, 5).requires_grad_()
-    for y in (models.unit(x), Features("monomial", 3, 3).double()(x), omega_module.Recurrence.apply(factors, x)[0]):
-        dx, = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            dx.sum().backward()
+WRITTEN_OUT = {                                               # every autograd.Function of the project, of x (1, 2, 5, 3)
+    "Unit": models.unit,
+    "ShortConv": lambda x: models.ShortConv.apply(x[0, :, :2], x[0], x[0, 0, :3]),
+    "Monomials": lambda x: Features("monomial", 3, 3).double()(x),
+    "NewtonSchulz": newton_schulz,
+    "Recurrence": lambda x: omega_module.Recurrence.apply(x[..., 0].sigmoid(), x)[0],
+    "Chunks": lambda x: omega(Rule("linear", "l2", 1, 2), Features("none", 3), x, x, x, Gates(*[x[..., 0].sigmoid()] * 3, x[..., :1]),
+                              start(Rule("linear"), Features("none", 3), [x[0, :, :3]], 1))[0],
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_second_derivatives_are_refused(name):
+    """A gradient that was written out knows no gradient of its own: without a word a penalty on gradients would be wrong. torch's
+    once_differentiable refuses .backward() alone: torch.autograd.grad of the penalty goes round its error, and a linear loss never meets it."""
+    w, x = torch.eye(3).double().requires_grad_(), randn(1, 2, 5, 3).requires_grad_()
+    for loss in (torch.Tensor.square, lambda y: y * y.detach()):
+        y = loss(WRITTEN_OUT[name](x @ w)).sum()
+        dx, again = torch.autograd.grad(y, x, retain_graph=True)[0], torch.autograd.grad(y, x, retain_graph=True)[0]
+        assert torch.equal(dx, again)
+        with pytest.raises(RuntimeError, match="second derivatives"):
+            dx, = torch.autograd.grad(y, x, create_graph=True)
+            torch.autograd.grad(dx.square().sum(), [x, w])
+
+
+def test_every_gradient_that_is_written_out_says_so():
+    """An autograd.Function that the test above does not know; one whose second derivative is there, and wrong."""
+    modules = [sys.modules[path.stem] for path in Path(__file__).parent.glob("*.py") if path.stem in sys.modules]
+    ours = {f.__name__ for m in modules for f in vars(m).values() if isinstance(f, type) and issubclass(f, torch.autograd.Function)}
+    assert ours == {*WRITTEN_OUT, "Overlapping"}
+    overlapping = lambda x: omega_module.Overlapping.apply(x, 2, 3).pow(3)       # its backward is sums, of which torch knows all
+    assert torch.autograd.gradgradcheck(overlapping, randn(1, 2, 5, 3).requires_grad_())
 
 
 def test_exp_has_no_reference_and_no_newton_schulz():
@@ -3827,6 +3852,10 @@ MUTANTS = [
     ("a thread of its own compiles eight shapes", "chunks.py", "        if Chunks.compiled:", "        if False:",
      "test_chunk_steps_compile_whole"),
     ("detach cuts off M0", "models.py", "    if isinstance(state, nn.Parameter):\n        return state\n", "", "test_detach[atlas]"),
+    ("gradients of gradients that were written out", "memory.py", "if torch.is_grad_enabled():  ", "if False:  ",
+     "test_second_derivatives_are_refused"),
+    ("torch's once_differentiable", "memory.py", "    return once\n", "    return torch.autograd.function.once_differentiable(backward)\n",
+     "test_second_derivatives_are_refused"),
     ("double backward through unit vectors", "models.py", "    @once_differentiable\n    def backward(ctx, g):", "    def backward(ctx, g):",
      "test_second_derivatives_are_refused"),
     ("exp features with Newton-Schulz", "omega.py", 'if phi.kind == "exp" and rule.muon_every:', "if False:",
