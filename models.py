@@ -285,7 +285,7 @@ class Memory(nn.Module):
         if self.conv is None:
             return F.silu(x), tail
         seen = x if x.shape[1] >= tail.shape[1] else torch.cat([tail, x], 1)
-        return ShortConv.apply(tail, x, self.conv), seen[:, -tail.shape[1]:].to(tail.dtype)
+        return ShortConv.apply(tail, x, self.conv), seen[:, -tail.shape[1]:].to(tail.dtype, copy=x.shape[1] > 1)     # as omega.tail
 
     def start(self, x):
         """The state before the first token, for a batch of len(x) sequences."""
@@ -367,7 +367,7 @@ class Attention(nn.Module):
             pk = self.k_norm(pk)
         y = attend(q, k, v, w, pk, pv)
         first = max(0, k.shape[2] - w + 1) if w else 0
-        return self.out(y.transpose(1, 2).flatten(2)), AttentionState(k[:, :, first:], v[:, :, first:], pos + T)
+        return self.out(y.transpose(1, 2).flatten(2)), AttentionState(omega.tail(k, first, T), omega.tail(v, first, T), pos + T)
 
 
 def attend(q, k, v, window, pk=None, pv=None):

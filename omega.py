@@ -271,7 +271,7 @@ def omega(rule, phi, q, k, v, gates, state):
         i = torch.arange(T, device=q.device)[:, None] + torch.arange(w, device=q.device)
         gates = gates._replace(gate=gates.gate * (i >= missing))
     ks, vs = (torch.cat([F.pad(a, (0, 0, missing, 0)), b], 2) for a, b in ((state.k, k), (state.v, v)))
-    state = state._replace(k=ks[:, :, max(T + idle, missing):], v=vs[:, :, max(T + idle, missing):])
+    state = state._replace(k=tail(ks, max(T + idle, missing), T), v=tail(vs, max(T + idle, missing), T))
     targets, write_xk = memory.target(rule.memory, rule.loss, ks, vs), None
     if phi.kind == "exp":
         state, xq, xk, write_xk = write_keys(rule, state, q, k, ks)
@@ -291,6 +291,13 @@ def omega(rule, phi, q, k, v, gates, state):
         ys.append(memory.output(rule.memory, z, q[:, :, now], rule.norm))
         t = now.stop
     return torch.cat(ys, 2) if ys else torch.zeros_like(v), state
+
+
+def tail(a, first, T):
+    """a[:, :, first:], for the state after T more tokens: of its own, for a view would hold, and save, all tokens of a prompt. (After one
+    token it is nearly all there is.)
+    """
+    return a[:, :, first:].clone() if first and T > 1 else a[:, :, first:]
 
 
 def by_chunk(a):

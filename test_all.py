@@ -1312,6 +1312,21 @@ def test_state_size_is_constant(preset, more):
         assert sum(t.untyped_storage().nbytes() for t in tensors(state)) < 20 * 4 * max(sizes[0], 1000)
 
 
+@every_model
+@torch.inference_mode()
+def test_a_state_holds_no_prompt(preset, more):
+    """The last tokens of a prompt as views of all of them: a state of 0.4 MB kept 27 MB alive, and torch.save wrote them."""
+    model = small(preset, **more)
+    for lengths in ((200,), (30, 170)):
+        state, held = None, {}
+        for T in lengths:
+            _, state = model(torch.randint(11, (1, T)), state)
+        for t in tensors(state):
+            if not isinstance(t, torch.nn.Parameter):         # M0
+                held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        assert sum(held.values()) <= 2 * models.state_bytes(state)               # full attention: all values, and the q and k beside them
+
+
 @every_preset
 def test_detach(preset):
     """A detached state has the same values and no past, whatever its nesting: otherwise memory grows with the stream."""
@@ -3807,7 +3822,12 @@ MUTANTS = [
      "test_tiny_has_a_time_limit_unless_steps_are_asked_for"),
     ("the embedding's rate for all of AdamW", "train.py", "dict(params=rest, weight_decay=0.0)]", "dict(params=rest, weight_decay=0.0, times=tc.embed_lr)]",
      "test_embed_lr_is_of_the_embedding_alone"),
-    ("convolution forgets its tail", "models.py", "self.conv), seen[:, -tail.shape[1]:].to(tail.dtype)", "self.conv), tail", "test_any_split_is_the_whole"),
+    ("convolution forgets its tail", "models.py", "self.conv), seen[:, -tail.shape[1]:].to(tail.dtype, copy=x.shape[1] > 1)", "self.conv), tail", "test_any_split_is_the_whole"),
+    ("the convolution's tail holds the prompt", "models.py", ", copy=x.shape[1] > 1)", ")", "test_a_state_holds_no_prompt[omeganet]"),
+    ("the last pairs and keys hold the prompt", "omega.py", "a[:, :, first:].clone() if first and T > 1 else a", "a",
+     "test_a_state_holds_no_prompt[swa]"),
+    ("the last pairs hold the prompt", "omega.py", "v=tail(vs, max(T + idle, missing), T))", "v=vs[:, :, max(T + idle, missing):])",
+     "test_a_state_holds_no_prompt[omeganet]"),
     ("fast weights follow autocast", "models.py", "enabled=False):    # fast", "enabled=True):    # fast",
      "test_autocast_keeps_the_memory_in_float32"),
 
