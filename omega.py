@@ -73,7 +73,7 @@ class Rule(NamedTuple):
 
 class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network; see the table in memory.py."""
-    keep: torch.Tensor                                        # (B, H, T) in (0, 1]
+    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; its gradient is good to eps / keep with Newton-Schulz
     step: torch.Tensor                                        # (B, H, T)
     momentum: torch.Tensor | None                             # (B, H, T) in (0, 1): at 0 its gradient is lost in the log; None for none
     gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
