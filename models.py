@@ -288,7 +288,9 @@ class Memory(nn.Module):
         return ShortConv.apply(tail, x, self.conv), seen[:, -tail.shape[1]:].to(tail.dtype, copy=x.shape[1] > 1)     # as omega.tail
 
     def start(self, x):
-        """The state before the first token, for a batch of len(x) sequences."""
+        """The state before the first token, for a batch of len(x) sequences. ValueError for none."""
+        if not len(x):
+            raise ValueError("a memory needs at least one sequence: the batch is empty")
         inner = omega.start(self.config.rule(), self.phi, list(self.M0), len(x), momentum=self.config.momentum)
         return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, self.qkv.out_features))
 
@@ -562,8 +564,10 @@ class LM(nn.Module):
     def forward(self, tokens, state=None):
         """tokens (B, T) integers, state from an earlier call or None -> logits (B, T, vocab_size), state after the last token.
 
-        Any split of a sequence over calls gives the logits of the whole.
+        Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape.
         """
+        if tokens.dim() != 2:
+            raise ValueError(f"tokens are (B, T), not {tuple(tokens.shape)}; for one sequence: tokens[None]")
         x = self.embed(tokens)
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
@@ -594,8 +598,10 @@ class LM(nn.Module):
         """Yield max_new_tokens times the next token (B,), given tokens (B, T); every one costs the same, as long as the state does
         not grow (it does with full attention, and with exp features).
 
-        temperature 0 takes the most likely token; top_k 0 and top_p 1 are off.
+        temperature 0 takes the most likely token; top_k 0 and top_p 1 are off. ValueError for an empty prompt.
         """
+        if not tokens.numel():
+            raise ValueError("a prompt has at least one token; to begin with nothing, give that of a newline, or any other")
         state = None
         for _ in range(max_new_tokens):
             with torch.inference_mode():                      # a fifth faster than no_grad

@@ -1544,6 +1544,20 @@ def test_bad_configurations():
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("preset", ["atlas", "omeganet", "transformer"])
+def test_tokens_of_a_wrong_shape(preset):
+    """No tokens to begin with, no batch dimension, no sequences: an IndexError or a division by zero, somewhere inside."""
+    model, no = small(preset), torch.zeros(1, 0, dtype=torch.long)
+    for prompt in (no, no.T):
+        with pytest.raises(ValueError, match="at least one"):
+            next(model.generate(prompt, 3))
+    for tokens in (no[0], torch.zeros(5, dtype=torch.long), torch.zeros(1, 2, 3, dtype=torch.long)):
+        with pytest.raises(ValueError, match=r"\(B, T\), not"):
+            model(tokens)
+    with nullcontext() if preset == "transformer" else pytest.raises(ValueError, match="at least one sequence"):
+        assert model(torch.zeros(0, 5, dtype=torch.long))[0].shape == (0, 5, 11)
+
+
 # ---- the ball of choice 22
 
 @pytest.mark.parametrize("kind, muon_every", [("mlp", 0), ("gated", 0), ("mlp", 4)], ids=["omeganet", "gated", "atlas"])
@@ -3828,6 +3842,9 @@ MUTANTS = [
      "test_a_state_holds_no_prompt[swa]"),
     ("the last pairs hold the prompt", "omega.py", "v=tail(vs, max(T + idle, missing), T))", "v=vs[:, :, max(T + idle, missing):])",
      "test_a_state_holds_no_prompt[omeganet]"),
+    ("an empty prompt", "models.py", "if not tokens.numel():", "if False:", "test_tokens_of_a_wrong_shape"),
+    ("tokens without a batch", "models.py", "if tokens.dim() != 2:", "if False:", "test_tokens_of_a_wrong_shape"),
+    ("a memory of no sequences", "models.py", "        if not len(x):\n", "        if False:\n", "test_tokens_of_a_wrong_shape[omeganet]"),
     ("fast weights follow autocast", "models.py", "enabled=False):    # fast", "enabled=True):    # fast",
      "test_autocast_keeps_the_memory_in_float32"),
 
