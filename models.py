@@ -35,9 +35,13 @@ def flag(name):
 
 
 def check(config):
-    """ValueError for a number that is not finite or below its `low` (0 where none is given), and for a name that is no choice."""
+    """ValueError for a value of another type, a number that is not finite or below its `low` (0 where none is given), a name that is no
+    choice.
+    """
     for f in fields(config):
         value, low, choices = getattr(config, f.name), f.metadata.get("low", 0), f.metadata.get("choices")
+        if not isinstance(value, (int, float) if f.type is float else f.type):                   # a whole number does for a float
+            raise ValueError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
         high, below = (math.inf, "finite") if isinstance(value, float) else (LIMIT, "below 2^31")
         if isinstance(value, (int, float)) and not low <= value < high:                          # false for nan, too
             raise ValueError(f"{flag(f.name)} must be at least {low} and {below}, not {value}{f.metadata.get('hint', '')}")

@@ -1538,10 +1538,13 @@ def test_bad_configurations():
                        (lambda: models.build("atlas", dropout=math.nan), "dropout"), (lambda: models.build("atlas", dropout=1.0), "dropout"),
                        (lambda: models.build("atlas", max_norm=math.inf), "max-norm"), (lambda: models.build("atlas", max_step=-1.0), "max-step"),
                        (lambda: models.build("atlas", memory_branch=False), "no-memory-branch"),
-                       (lambda: models.build("swa", wiring="mag"), "memory")]:
+                       (lambda: models.build("swa", wiring="mag"), "memory"), (lambda: models.build("atlas", window="8"), "--window .* int"),
+                       (lambda: models.build("atlas", n_layer=2.0), "--n-layer .* int, not 2.0"), (lambda: models.build("atlas", muon="no"), "bool"),
+                       (lambda: models.build("atlas", max_norm=None), "--max-norm .* float")]:
         with pytest.raises(ValueError, match=word) as caught:
             call()
         assert "\n" not in str(caught.value)
+    assert models.Config(max_norm=3, dropout=0).max_norm == 3        # a whole number does for a float
 
 
 @pytest.mark.parametrize("preset", ["atlas", "omeganet", "transformer"])
@@ -3842,6 +3845,8 @@ MUTANTS = [
      "test_a_state_holds_no_prompt[swa]"),
     ("the last pairs hold the prompt", "omega.py", "v=tail(vs, max(T + idle, missing), T))", "v=vs[:, :, max(T + idle, missing):])",
      "test_a_state_holds_no_prompt[omeganet]"),
+    ("a field of any type", "models.py", "(int, float) if f.type is float else f.type):", "object):", "test_bad_configurations"),
+    ("no whole number for a float", "models.py", "(int, float) if f.type is float else f.type):", "f.type):", "test_bad_configurations"),
     ("an empty prompt", "models.py", "if not tokens.numel():", "if False:", "test_tokens_of_a_wrong_shape"),
     ("tokens without a batch", "models.py", "if tokens.dim() != 2:", "if False:", "test_tokens_of_a_wrong_shape"),
     ("a memory of no sequences", "models.py", "        if not len(x):\n", "        if False:\n", "test_tokens_of_a_wrong_shape[omeganet]"),
