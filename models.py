@@ -234,6 +234,13 @@ class Unit(torch.autograd.Function):
 unit = Unit.apply
 
 
+def init_apart(layer):
+    """Starting values for a layer in a model of your own: all zeros are dead. LM draws again, with the seed where it was."""
+    device = next(layer.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        layer.init()
+
+
 class MemoryState(NamedTuple):
     rule: omega.State                                         # the memory itself
     conv: torch.Tensor                                        # (B, 3, 3 H D), the last inputs of the convolution
@@ -258,6 +265,7 @@ class Memory(nn.Module):
         self.norm = Norm(H, 1, c.head_dim)
         self.out_gate = nn.Linear(d, inner, bias=False)
         self.out = nn.Linear(inner, d, bias=False)
+        init_apart(self)
 
     def init(self):
         """Starting values beyond those of LM.init."""
@@ -426,6 +434,7 @@ class Wiring(nn.Module):
         self.persistent = nn.Parameter(torch.zeros(config.persistent, d)) if config.persistent else None
         self.y_norm = Norm(d) if config.wiring != "mal" else None
         self.m_norm = Norm(d) if config.memory_branch else None
+        init_apart(self)
 
     def init(self):
         if self.memory:

@@ -1547,6 +1547,33 @@ def test_bad_configurations():
     assert models.Config(max_norm=3, dropout=0).max_norm == 3        # a whole number does for a float
 
 
+@pytest.mark.parametrize("more", [{}, dict(wiring="mag"), dict(wiring="mal"), dict(wiring="mac")], ids=str)
+def test_a_layer_in_another_model_learns(more):
+    """Memory(config) without LM.init had M0 and convolution all zero: it answered 0, its gradient was 1e12 and more, or NaN."""
+    config = models.Config(n_embd=16, n_head=2, head_dim=8, chunk=4, muon_every=4, window=2, attn_window=4, **more)
+    layer, x, target = (models.Wiring if more else models.Memory)(config), torch.randn(4, 12, 16), torch.randn(4, 12, 16)
+    optimizer, losses = torch.optim.Adam(layer.parameters(), 1e-2), []
+    for _ in range(20):
+        loss = F.mse_loss(layer(x)[0], target)
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        assert all(0 < p.grad.norm() < 10 for p in layer.parameters())
+        optimizer.step()
+    assert 0.01 < layer(x)[0].std() < 10 and losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("wiring", models.WIRINGS)
+def test_a_model_draws_what_it_always_drew(wiring, monkeypatch):
+    """The starting values of layers used apart must not move the seed of the model around them: every figure of the README would go."""
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        drawn.append([*small("atlas", wiring=wiring).parameters(), torch.rand(3)])
+        monkeypatch.setattr(models, "init_apart", lambda layer: None)
+    assert all(torch.equal(a, b) for a, b in zip(*drawn, strict=True))
+
+
 @pytest.mark.parametrize("preset", ["atlas", "omeganet", "transformer"])
 def test_tokens_of_a_wrong_shape(preset):
     """No tokens to begin with, no batch dimension, no sequences: an IndexError or a division by zero, somewhere inside."""
@@ -3845,6 +3872,9 @@ MUTANTS = [
      "test_a_state_holds_no_prompt[swa]"),
     ("the last pairs hold the prompt", "omega.py", "v=tail(vs, max(T + idle, missing), T))", "v=vs[:, :, max(T + idle, missing):])",
      "test_a_state_holds_no_prompt[omeganet]"),
+    ("layers used apart are dead", "models.py", "        layer.init()\n", "        pass\n", "test_a_layer_in_another_model_learns"),
+    ("layers used apart move the seed", "models.py", "with torch.random.fork_rng([device] if device.type == \"cuda\" else []):", "if True:",
+     "test_a_model_draws_what_it_always_drew"),
     ("a field of any type", "models.py", "(int, float) if f.type is float else f.type):", "object):", "test_bad_configurations"),
     ("no whole number for a float", "models.py", "(int, float) if f.type is float else f.type):", "f.type):", "test_bad_configurations"),
     ("an empty prompt", "models.py", "if not tokens.numel():", "if False:", "test_tokens_of_a_wrong_shape"),
