@@ -2727,7 +2727,7 @@ def test_two_processes_train_like_one(text, tmp_path, capsys):
         b.bind(("127.0.0.1", 0))
         ports = [str(free.getsockname()[1]) for free in (a, b)]
     argv = [sys.executable, "-c", ONE_OF_TWO, *NET, *RUN, "--data", text, *flags, "--out", tmp_path / "two"]
-    env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=ports[0], NEXT_PORT=ports[1], WORLD_SIZE="2")
+    env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=ports[0], NEXT_PORT=ports[1], WORLD_SIZE="2", TORCHELASTIC_RUN_ID="test")
     both = [subprocess.Popen(list(map(str, argv)), env=dict(env, RANK=str(i), LOCAL_RANK=str(i)), cwd=HERE, text=True,
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(2)]
     (said, wrong), (quiet, more) = [p.communicate(timeout=300) for p in both]
@@ -2748,7 +2748,8 @@ def test_windows_too_short_to_read_what_was_written(text, tmp_path, capsys):
 
 def test_processes_share_the_passes_of_a_step(capsys, monkeypatch, tmp_path):
     """Two processes cannot share three passes, nor end together by clocks of their own."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in dict(WORLD_SIZE="2", RANK="0", TORCHELASTIC_RUN_ID="test").items():
+        monkeypatch.setenv(name, value)
     flags = ["--device", "cpu", "--out", tmp_path / "out"]
     assert "--grad-accum 2" in refused(capsys, train.main, *flags, "--grad-accum", 3, "--steps", 2)
     assert "--minutes 0" in refused(capsys, train.main, *flags, "--grad-accum", 2)

@@ -261,11 +261,11 @@ def first_line(fault):
 
 def rank():
     """The number of this process, of those that torchrun has started; the first one, 0, is the one that talks and writes."""
-    return int(os.environ.get("RANK", 0))
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
 
 def processes():
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
 def join(device, tc):
