@@ -128,6 +128,9 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             W = tuple(a + b for a, b in zip(M0, W)) if M0 else W
             return memory.apply(rule.memory, W, x, r, rule.norm)
 
+        def NS(S):
+            return newton_schulz_ref(S, *rule.newton_schulz)
+
         ys = []
         for t in range(len(q)):
             if (pos + t) % rule.chunk == 0:
@@ -136,18 +139,16 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             g = grad(window_loss)(anchor, pairs, gate[t, rule.window - len(pairs):])             # Eq 9
             S = tuple(momentum[t] * s + d for s, d in zip(S, g)) if len(momentum) else g         # Eq 33
             if rule.muon_every <= 1:
-                sums = S
-            if rule.muon_every == 0:
-                O = S
-            elif (pos + t) % rule.chunk % rule.muon_every == 0:                  # Eq 40, choice 15; before the first block there is nothing
-                O, sums = tuple(newton_schulz_ref(s, *rule.newton_schulz) for s in sums or (0 * w for w in W)), ()
-            if rule.muon_every > 1:
+                O = tuple(map(NS, S)) if rule.muon_every else S                  # Eq 40
+            else:                                                                # choice 15; before the first block there is nothing
+                if (pos + t) % rule.chunk % rule.muon_every == 0:
+                    O, sums = tuple(map(NS, sums or (0 * w for w in W))), ()
                 sums = tuple(a + s for a, s in zip(sums, S)) if sums else S
             W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32, choices 4 and 5
             ys.append(M(W, xq[t], q[t]))                                         # choice 3: read after write
             if (pos + t + 1) % rule.chunk == 0:
                 W = rule.bound(W)                                                # choice 22
-        return torch.stack(ys), W, S if len(momentum) else (), anchor, O, sums if rule.muon_every > 1 else ()
+        return torch.stack(ys), W, S if len(momentum) else (), anchor, O, sums
 
     gates = (() if g is None else g for g in gates)
     M0 = tuple(m.expand(len(q), *m.shape) for m in state.M0)
