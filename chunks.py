@@ -643,7 +643,7 @@ def muon_learn(rule, pos, closes, tall, part, M0, W, S, sums, O, anchor):
     if rule.muon_every > 1:                                   # choice 15: the sums of all blocks but the last, after that before them
         seen = [s[:, :-1] for s in rows]
         if not O:
-            seen = [torch.cat([a[:, None], s], 1) for a, s in zip(sums, seen)]
+            seen = [torch.cat([a[:, None], s], 1) if s.shape[1] else a[:, None] for a, s in zip(sums, seen)]
         sums = [s[:, -1] for s in rows]
     new, ns = seen, []
     if seen[0].shape[1]:
