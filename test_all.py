@@ -3536,7 +3536,7 @@ def test_readme_python_runs():
 
 def test_readme_names_only_flags_that_exist():
     """A renamed flag whose old name lives on in the README."""
-    known = {"--ckpt", "--prompt", "--tokens", "--json", "--part", "--mutants", "--help", "--stream", "--index-url", "--nproc-per-node"} | {
+    known = {"--ckpt", "--prompt", "--tokens", "--json", "--part", "--mutants", "--help", "--stream", "--task", "--index-url", "--nproc-per-node"} | {
         train.flag(f.name) for cls in (train.TrainConfig, models.Config) for f in fields(cls)}
     known |= {"--no-" + flag[2:] for flag in known}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README)) <= known
