@@ -1312,7 +1312,8 @@ def test_state_size_is_constant(preset, more):
         assert sum(t.untyped_storage().nbytes() for t in tensors(state)) < 20 * 4 * max(sizes[0], 1000)
 
 
-@every_model
+@pytest.mark.parametrize("preset, more", [pytest.param(*model, id=name) for name, model in MODELS.items()
+                                          if name in models.PRESETS or name.startswith("atlas-")])
 @torch.inference_mode()
 def test_a_state_holds_no_prompt(preset, more):
     """The last tokens of a prompt as views of all of them: a state of 0.4 MB kept 27 MB alive, and torch.save wrote them."""
@@ -1609,7 +1610,7 @@ def test_ball_is_the_reference(kind, muon_every):
     assert max(torch.linalg.matrix_norm(w).max().item() for w in state.anchor) == pytest.approx(0.4)      # it was at work
 
 
-@pytest.mark.parametrize("preset", ["omeganet", "titans", "atlas", "dot"])
+@pytest.mark.parametrize("preset", ["omeganet", "atlas"])   # with Newton-Schulz and without: a line of code for each
 def test_no_text_makes_the_memory_run_away(preset):
     """Gates that learned to write as fast as they can: a repeated token overshoots further with every chunk, up to NaN."""
     model = models.build(preset, vocab_size=20, n_layer=1, max_step=8.0)
