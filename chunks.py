@@ -128,8 +128,9 @@ class Part(NamedTuple):
     # With Newton-Schulz     W_t = since_t W_j + own_t O_j,   in blocks of m tokens, or one of c <= m; W_j before block j, W_0 the first
     # coef is (..., blocks, m, 2, 1): keep from the block's first token to t (since), less the sum of A[t, n] step_n over n <= t there (own)
     shares: torch.Tensor | None = None                        # (..., blocks, 1 + blocks)  of W_0 and of O_0 .. in the W after each block
-    G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate   } summed over each block; of the last token
-    momprod: torch.Tensor | None = None                       # (..., r, 1)               }
+    # with momentum r = blocks + 1, the last row being that of the last token; else r = blocks
+    G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate, its rows summed over each block
+    momprod: torch.Tensor | None = None                       # (..., r, 1)  momprod, likewise
 
     def each(self, f):
         return Part(*(None if a is None else f(a) for a in self))
@@ -620,9 +621,10 @@ def muon_learn(rule, pos, closes, tall, part, M0, W, S, sums, O, anchor):
     """One chunk (or a part of one) learns, with Newton-Schulz every `muon_every` tokens; it begins `pos` tokens into a block.
 
     Matrices are as `lay` has them; W and S that are empty stand for zeros, the anchor for W. O is given if its first block does not take
-    Newton-Schulz anew: it is in progress, or there is none before it; `sums` is S_t summed over the block in progress, or that before.
+    Newton-Schulz anew: it is in progress, or there is none before it; `sums` is S_t summed over the block in progress, or that before
+    (empty for muon_every 1).
     -> W_j and O_j of its blocks, as `go_on` has them; W, S, sums and O after it; for its gradient, what memory.gradients saves, what
-    Newton-Schulz sees (N, blocks, k, wide), the last S_t, what bounds each matrix, what Newton-Schulz saves.
+    Newton-Schulz sees (N, blocks, k, wide), one less with an O, the last S_t, what bounds each matrix, what Newton-Schulz saves.
     """
     r, c, G = part.G.shape[1], part.xq.shape[1], part.G.mT.contiguous()[..., None]
     momprod = part.momprod[..., None] if S else None
@@ -640,7 +642,7 @@ def muon_learn(rule, pos, closes, tall, part, M0, W, S, sums, O, anchor):
     if part.momprod is not None:
         S, rows = [s[:, -1] for s in rows], [s[:, :-1] for s in rows]
     seen = rows                                               # Eq 40: S_t itself
-    if rule.muon_every > 1:                                   # choice 15: the sums of all blocks but the last, after that before them
+    if rule.muon_every > 1:                                   # choice 15: for each block without an O, the sum of the one before it
         seen = [s[:, :-1] for s in rows]
         if not O:
             seen = [torch.cat([a[:, None], s], 1) if s.shape[1] else a[:, None] for a, s in zip(sums, seen)]
@@ -674,14 +676,14 @@ def muon_learn_backward(rule, pos, tall, part, S, seen, balls, ns, at, held, sav
         dshares = plus(dshares, go_on_backward(part.shares, one, done, dW[i] * balls[i] if balls else dW[i]))
     new, dW = [d[:, :, -1] for d in dheld], [d[:, 0, 0] for d in dheld if d.shape[2] == 2]
     dO, dbefore, dmomprod = [], [], None
-    if new[0].shape[1] > count:
+    if new[0].shape[1] > count:                               # the first block had an O
         dO, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     if count:
         new = orthogonalize_backward(seen, ns, new, *rule.newton_schulz, rule.ns_gram)
-    if rule.muon_every > 1 and not dO:
+    if rule.muon_every > 1 and not dO:                        # else NS of the sums before it
         dbefore, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     drows = [torch.cat(ds, 1) for ds in zip(new, *([d[:, None] for d in ds] for ds in (dsums, dS) if ds))]
-    if rule.muon_every > 1 and pos:
+    if rule.muon_every > 1 and pos:                           # a block in progress has gone on with them
         dbefore = [d[:, 0] for d in drows]
     dS = []
     if S:

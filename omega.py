@@ -86,7 +86,7 @@ class State(NamedTuple):
     S: tuple                                                  # S_t, or () without momentum
     anchor: tuple                                             # W at the last chunk boundary
     O: tuple                                                  # NS of the block in progress, or () between blocks
-    sums: tuple                                               # sum of the S_t since NS was last taken, or (): for the next block
+    sums: tuple                                               # sum of the S_t since NS was last taken, or (): none yet, or muon_every <= 1
     k: torch.Tensor                                           # (B, H, min(t, window - 1), D), the pairs a window looks back on
     v: torch.Tensor
     keys: torch.Tensor | None                                 # (B, H, t, D) all keys so far, for `exp` features only
@@ -153,8 +153,8 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     gates = (() if g is None else g for g in gates)
     M0 = tuple(m.expand(len(q), *m.shape) for m in state.M0)
     ks, vs = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
-    start = M0, state.W, state.S, state.anchor, state.O, state.sums
-    y, W, S, anchor, O, sums = vmap(vmap(one))(*start, phi(q), q, phi(ks), ks, vs, *gates)
+    before = M0, state.W, state.S, state.anchor, state.O, state.sums
+    y, W, S, anchor, O, sums = vmap(vmap(one))(*before, phi(q), q, phi(ks), ks, vs, *gates)
     pos = (pos + q.shape[2]) % rule.chunk
     O = O if rule.muon_every and pos % rule.muon_every else ()
     first = max(0, n + q.shape[2] - rule.window + 1)
@@ -228,7 +228,8 @@ def band(gate):
 def mixing(rule, gates, pos):
     """What depends on the gates alone, for chunks whose gates are (..., c) and (..., c, window): a dict of fields of chunks.Part.
 
-    With Newton-Schulz their first token is the pos-th of its block; G has a row for each block's sum of S_t, and one for the last S_t.
+    With Newton-Schulz their first token is the pos-th of its block; G has a row for each block's sum of S_t, and with momentum one
+    for the last S_t.
     """
     c, m = gates.keep.shape[-1], rule.muon_every
     if not m:                                                 # the rule itself, for the coefficients of W_0, S_0 and the pairs
