@@ -119,7 +119,7 @@ def _open(path):
             raise UserError(f"{path} is not a regular file; save the text in a file and give its path")
         return open(path, "rb")
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"no such file: '{path}'; --data takes shakespeare, pydoc, a text file or a folder") from None
+        raise UserError(f"no such file: '{path}'; --data takes a text file or a folder, and train.py's shakespeare and pydoc") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from None
 
