@@ -9,6 +9,7 @@ batch is a function of (seed, step), all that an exact resume must know. A text 
 import argparse
 import codecs
 import hashlib
+import heapq
 import http.client
 import os
 import shlex
@@ -17,6 +18,7 @@ import stat
 import sys
 import tempfile
 import urllib.request
+from collections import Counter, defaultdict
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -27,8 +29,9 @@ import torch
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_BYTES = 1_115_394
-KINDS = ("char", "byte", "gpt2")
+KINDS = ("char", "byte", "bpe", "gpt2")
 EVERY_BYTE = [bytes([b]) for b in range(256)]
+END = b"<|endoftext|>"                                  # GPT-2's last token, which no text becomes
 # how GPT-2 cuts text into words; here, so that no checkpoint can bring a regular expression of its own
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -195,8 +198,8 @@ def _say(line):
 # ---- tokenizers
 
 class Tokenizer:
-    """Text <-> ids. tokens[id] is the UTF-8 bytes of one id, so one table decodes all three kinds: char (the sorted
-    characters of a text), byte (all 256) and gpt2 (GPT-2's 50257).
+    """Text <-> ids. tokens[id] is the UTF-8 bytes of one id, so one table decodes all kinds: char (the sorted characters of
+    a text), byte (all 256), bpe (these, then pairs of tokens in the order in which they merge) and gpt2 (GPT-2's 50257).
     Raises ValueError or TypeError for a table that is not of the kind it claims to be.
     """
 
@@ -209,11 +212,13 @@ class Tokenizer:
         if kind == "byte" and tokens != EVERY_BYTE:
             raise ValueError("a byte table is the 256 bytes in order")
         # without every byte tiktoken panics, with an exception that `except Exception` does not catch
-        if kind == "gpt2" and (tokens[-1] != b"<|endoftext|>" or not set(EVERY_BYTE).issubset(tokens)):
+        if kind == "bpe" and tokens[:256] != EVERY_BYTE:
+            raise ValueError("a bpe table begins with the 256 bytes in order")
+        if kind == "gpt2" and (tokens[-1] != END or not set(EVERY_BYTE).issubset(tokens)):
             raise ValueError("a gpt2 table holds every byte and ends with <|endoftext|>")
         self.kind, self.tokens, self.vocab_size = kind, tokens, len(tokens)
         self.lengths = np.array([len(t) for t in tokens])
-        self.bpe = None                                 # gpt2: tiktoken's encoder, made when first asked to encode
+        self.bpe = None                                 # bpe, gpt2: tiktoken's encoder, made when first asked to encode
         if kind == "char":
             codes = np.array([ord(t.decode("utf-8")) for t in tokens])
             self.lookup = np.full(codes.max() + 2, -1, dtype=np.int64)  # code point -> id; the last entry: all beyond
@@ -223,11 +228,11 @@ class Tokenizer:
         """str -> (T,) int64 array. Raises UserError naming the characters that the vocabulary lacks."""
         if self.kind == "byte":
             return np.frombuffer(_utf8(text), dtype=np.uint8).astype(np.int64)
-        if self.kind == "gpt2":
+        if self.kind in ("bpe", "gpt2"):
             _utf8(text)                                 # tiktoken would turn half surrogates into U+FFFD silently
             if self.bpe is None:
-                ranks = {token: rank for rank, token in enumerate(self.tokens[:-1])}     # all but <|endoftext|>
-                self.bpe = _tiktoken().Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
+                ranks = {token: rank for rank, token in enumerate(self.tokens) if token != END}
+                self.bpe = _tiktoken().Encoding(self.kind, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
             return np.array(self.bpe.encode_ordinary(text), dtype=np.int64)
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
         ids = self.lookup[np.minimum(codes, len(self.lookup) - 1)]
@@ -271,8 +276,9 @@ class Tokenizer:
         return ids
 
 
-def make_tokenizer(kind, text):
-    """The tokenizer of this kind; text gives char its vocabulary (pass all of it, validation part too, as nanoGPT).
+def make_tokenizer(kind, text, size=1024):
+    """The tokenizer of this kind; text gives char its vocabulary (pass all of it, validation part too, as nanoGPT), and bpe
+    its merges, up to `size` tokens in all (of the part to train on alone: what `split` gives, but cut by characters).
     Raises UserError for an unknown kind, a text without characters, and a gpt2 vocabulary that cannot be had.
     """
     if kind not in KINDS:
@@ -282,8 +288,67 @@ def make_tokenizer(kind, text):
     if kind == "gpt2":
         return Tokenizer(kind, _gpt2_tokens())
     if not text:
-        raise UserError("a char tokenizer needs a text that is not empty; of token files say what made them, --tokenizer gpt2 or byte")
+        raise UserError(f"a {kind} tokenizer needs a text that is not empty; of token files say what made them, --tokenizer gpt2 or byte")
+    if kind == "bpe":
+        return Tokenizer(kind, train_bpe(text[:len(text) * 9 // 10], size))
     return Tokenizer(kind, [_utf8(character) for character in sorted(set(text))])
+
+
+def train_bpe(text, size):
+    """Byte-pair encoding (Sennrich et al. 2016): all bytes, then again and again the two neighbours that occur most often as
+    one more token, inside of GPT-2's words -> at most `size` tokens; fewer where no two neighbours occur twice.
+
+    Neighbours are counted by the bytes that they make, whichever two they are, for so tiktoken merges them; of equal counts
+    the first in the order of bytes wins.
+    """
+    _tiktoken()
+    import regex                                        # which tiktoken brings along
+
+    times = Counter(match.group() for match in regex.finditer(GPT2_PATTERN, text))
+    words = [([bytes([b]) for b in _utf8(word)], n) for word, n in times.items()]
+    counts, where = Counter(), defaultdict(set)         # of each pair: how often it occurs, in which words
+    for i, (word, n) in enumerate(words):
+        for pair in neighbours(word):
+            counts[pair] += n
+            where[pair].add(i)
+    heap = [(-n, pair) for pair, n in counts.items()]
+    heapq.heapify(heap)
+    tokens = list(EVERY_BYTE)
+    while heap and len(tokens) < size:
+        minus_n, token = heapq.heappop(heap)
+        if counts[token] != -minus_n:                   # no longer: its count of today is in the heap, too
+            continue
+        if minus_n > -2:
+            break
+        tokens.append(token)
+        changed = set()
+        for i in where.pop(token):
+            before, n = words[i]
+            after = merge(before, token)
+            for word, m in ((before, -n), (after, n)):
+                for pair in neighbours(word):
+                    counts[pair] += m
+                    changed.add(pair)
+                    where[pair].add(i)
+            words[i] = after, n
+        for pair in changed - {token}:
+            heapq.heappush(heap, (-counts[pair], pair))
+    return tokens
+
+
+def neighbours(word):
+    return [a + b for a, b in zip(word, word[1:])]
+
+
+def merge(word, token):
+    """A word as a list of tokens, with all neighbours that make `token` joined, from the left."""
+    joined = []
+    for part in word:
+        if joined and joined[-1] + part == token:
+            joined[-1] = token
+        else:
+            joined.append(part)
+    return joined
 
 
 def tokenizer_from_state(state):
@@ -302,7 +367,7 @@ def _gpt2_tokens():
         bpe = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:              # requests' errors are OSErrors; ValueError is a wrong hash
         raise UserError(f"cannot have GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder "
-                        f"where tiktoken has cached it, or use --tokenizer byte") from None
+                        f"where tiktoken has cached it, or use --tokenizer bpe") from None
     return [bpe.decode_single_token_bytes(i) for i in range(bpe.n_vocab)]
 
 
@@ -310,7 +375,7 @@ def _tiktoken():
     try:
         import tiktoken
     except ImportError:
-        raise UserError("--tokenizer gpt2 needs tiktoken; pip install tiktoken, or use --tokenizer byte") from None
+        raise UserError("--tokenizer bpe and gpt2 need tiktoken; pip install tiktoken, or use --tokenizer byte") from None
     return tiktoken
 
 

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
@@ -1833,14 +1834,14 @@ def test_text_unreadable(tmp_path, monkeypatch):
 TEXT = "To be, or not to be:\n\u00e9\u4e2d\U0001f600 the <|endoftext|> the end.  the\n"
 
 
-@pytest.mark.parametrize("kind", ["char", "byte", "gpt2"])
+@pytest.mark.parametrize("kind", data.KINDS)
 def test_tokenizer_round_trip(monkeypatch, kind):
     """Text to ids and back must be exact, through a checkpoint too, offline: a sample needs its own vocabulary."""
     fake_gpt2(monkeypatch)
     t = data.make_tokenizer(kind, TEXT)
     ids = t.encode(TEXT)
     assert ids.dtype == np.int64 and 0 <= ids.min() and ids.max() < t.vocab_size
-    assert t.kind == kind and t.vocab_size == {"char": len(set(TEXT)), "byte": 256, "gpt2": 259}[kind]
+    assert t.kind == kind and t.vocab_size == {"char": len(set(TEXT)), "byte": 256, "bpe": 263, "gpt2": 259}[kind]
     monkeypatch.setattr(tiktoken, "get_encoding", None)
     file = io.BytesIO()
     torch.save(t.state(), file)
@@ -1853,7 +1854,7 @@ def test_tokenizer_round_trip(monkeypatch, kind):
     assert t.decode([]) == "" and len(t.encode("")) == 0 and t.encode("").dtype == np.int64
 
 
-@pytest.mark.parametrize("kind", ["char", "byte", "gpt2"])
+@pytest.mark.parametrize("kind", data.KINDS)
 def test_tokenizer_stream(monkeypatch, kind):
     """Printed token by token, a character of several bytes must come out whole, not as U+FFFD, and only once."""
     fake_gpt2(monkeypatch)
@@ -1861,7 +1862,7 @@ def test_tokenizer_stream(monkeypatch, kind):
     feed, pieces = t.stream(), []
     for i in torch.tensor(t.encode(TEXT)):
         pieces.append(feed(i))
-    assert "".join(pieces) + feed(final=True) == TEXT and max(map(len, pieces)) <= 3
+    assert "".join(pieces) + feed(final=True) == TEXT and max(map(len, pieces)) <= 4
     if kind == "byte":
         assert [feed(b) for b in "\u00e9".encode()] == ["", "\u00e9"]
         other = t.stream()
@@ -1933,17 +1934,55 @@ def test_gpt2_cannot_be_had(monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     tiktoken.registry.ENCODINGS.pop("gpt2", None)
     message = user_error(data.make_tokenizer, "gpt2", TEXT)
-    assert "TIKTOKEN_CACHE_DIR" in message and "--tokenizer byte" in message
+    assert "TIKTOKEN_CACHE_DIR" in message and "--tokenizer bpe" in message
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: (_ for _ in ()).throw(ValueError("Hash mismatch")))
     assert "TIKTOKEN_CACHE_DIR" in user_error(data.make_tokenizer, "gpt2", TEXT)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    assert "pip install tiktoken" in user_error(data.make_tokenizer, "gpt2", TEXT)
+    for kind in ("bpe", "gpt2"):
+        assert "pip install tiktoken" in user_error(data.make_tokenizer, kind, TEXT)
+
+
+@pytest.mark.parametrize("letters, size", [("ab", 300), ("a", 270), ("abc  \u00e9", 330), ("abcde ,.", 262)])
+def test_bpe_merges_what_occurs_most(letters, size):
+    """Counts that are kept up to date must be those of counting anew before each merge, and tiktoken must cut the text in the same places.
+
+    Texts of few letters overlap themselves: aaa has two neighbours that make aa, and one merge.
+    """
+    import regex
+    random = np.random.default_rng(0)
+    for length in (3, 30, 300):
+        text = "".join(random.choice(list(letters), length))
+        words = [[bytes([b]) for b in word.encode()] for word in regex.findall(data.GPT2_PATTERN, text)]
+        tokens = list(data.EVERY_BYTE)
+        while len(tokens) < size:
+            counts = Counter(a + b for word in words for a, b in zip(word, word[1:]))
+            n, most = min(((-n, token) for token, n in counts.items()), default=(0, b""))
+            if n > -2:
+                break
+            tokens.append(most)
+            for word in words:
+                for i in range(len(word)):                    # grows shorter as it goes
+                    if b"".join(word[i: i + 2]) == most:
+                        word[i: i + 2] = [most]
+        assert data.train_bpe(text, size) == tokens
+        tokenizer = data.Tokenizer("bpe", tokens)
+        assert [tokenizer.tokens[i] for i in tokenizer.encode(text)] == [token for word in words for token in word]
+
+
+def test_bpe_learns_from_what_is_trained_on():
+    """Merges of the last tenth, which validates, would tell what is in it; and of no more tokens than asked for."""
+    text = "over and over " * 90 + "zebra " * 20 + "zebra" * 4
+    tokenizer = data.make_tokenizer("bpe", text, 261)
+    assert tokenizer.vocab_size == 261 and max(map(len, tokenizer.tokens)) > 2
+    tokens = data.make_tokenizer("bpe", text, 9999).tokens
+    assert b" over" in tokens and not [token for token in tokens if b"ze" in token]
 
 
 def test_tokenizer_mistakes():
     """An unknown kind lists the kinds; a text without characters makes no vocabulary."""
-    assert "char, byte, gpt2" in user_error(data.make_tokenizer, "bpe", TEXT)
-    assert "empty" in user_error(data.make_tokenizer, "char", "")
+    assert "char, byte, bpe, gpt2" in user_error(data.make_tokenizer, "words", TEXT)
+    for kind in ("char", "bpe"):
+        assert "empty" in user_error(data.make_tokenizer, kind, "")
 
 
 @pytest.mark.parametrize("state", [
@@ -1952,6 +1991,7 @@ def test_tokenizer_mistakes():
     {"kind": "char", "tokens": [b"ab"]}, {"kind": "char", "tokens": [b"\xff"]}, {"kind": "char", "tokens": [b""]},
     {"kind": ["char"], "tokens": [b"a"]},
     {"kind": "byte", "tokens": [b"a"]}, {"kind": "byte", "tokens": [bytes([b]) for b in range(255, -1, -1)]},
+    {"kind": "bpe", "tokens": data.EVERY_BYTE[1:] + [b"\0"]},
     {"kind": "gpt2", "tokens": []},
     {"kind": "gpt2", "tokens": [b"a", b"b", b"<|endoftext|>"]}, {"kind": "gpt2", "tokens": data.EVERY_BYTE}])
 def test_damaged_tokenizer_state(state):
@@ -3104,6 +3144,13 @@ def test_sampling_limits(trained, capsys):
     assert free != speak(capsys, trained, "--prompt", "to", "--seed", 2)
 
 
+def test_sample_of_a_vocabulary_learned_from_the_text(text, tmp_path, capsys):
+    """The checkpoint alone must know the merges, and a prompt of bytes that the text never had must do."""
+    assert go(text, tmp_path / "out", "--tokenizer", "bpe", "--bpe-size", 270, "--steps", 1) == 0
+    assert "bpe vocabulary of 270" in capsys.readouterr().out
+    assert speak(capsys, tmp_path / "out", "--prompt", "\u00e9t\u00e9").startswith("\u00e9t\u00e9")
+
+
 def test_sample_writes_num_different_texts_of_the_same_prompt(trained, capsys):
     """Each text must begin from the prompt and a fresh state, with random numbers of its own."""
     texts = speak(capsys, trained, "--prompt", "be", "--num", 3).split("---------------\n")
@@ -3857,6 +3904,11 @@ MUTANTS = [
     ("token files that overlap", "data.py", "every.seek(2 * cut)", "every.seek(0)", "test_token_files_are_the_text"),
     ("a mark of byte order dropped in the middle of a file", "data.py", "data if offset else data.removeprefix", "data.removeprefix",
      "test_token_files_are_the_text"),
+    ("byte pairs of what a merge has made not counted", "data.py", "((before, -n), (after, n))", "((before, -n),)",
+     "test_bpe_merges_what_occurs_most"),
+    ("a word of a text counted once", "data.py", "counts[pair] += n", "counts[pair] += 1", "test_bpe_merges_what_occurs_most"),
+    ("byte pairs that occur once", "data.py", "if minus_n > -2:", "if minus_n > -1:", "test_bpe_merges_what_occurs_most"),
+    ("byte pairs of the text to validate on", "data.py", "text[:len(text) * 9 // 10]", "text", "test_bpe_learns_from_what_is_trained_on"),
     ("every epoch cut alike", "data.py", "[seed % 2**64, number]", "[seed % 2**64, 0]", "test_an_epoch_has_every_window_once"),
     ("each process takes all passes", "train.py", "parts[rank()::processes()]", "parts", "test_two_processes_train_like_one"),
     ("each process by its own gradient", "train.py", "for a in (loss, *grads.values()):", "for a in [loss]:",

@@ -47,7 +47,8 @@ class TrainConfig:
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
     size: str = opt("auto", "of network and run; auto: baby on CUDA, else tiny", choices=("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a text file, or a folder of text files or token files (data.py)")
-    tokenizer: str = opt("char", "what a token is", choices=KINDS)
+    tokenizer: str = opt("char", "what a token is; bpe: byte pairs learned from your text, gpt2: those of GPT-2", choices=KINDS)
+    bpe_size: int = opt(1024, "tokens of --tokenizer bpe, at most", low=256)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv; a new run moves those of an earlier one to OUT/old-N")
     resume: bool = opt(False, "go on from OUT/ckpt.pt, with its settings")
     steps: int = opt(600, "optimizer steps", low=1)
@@ -686,7 +687,7 @@ def prepare_data(tc, ckpt=None):
         was = ckpt["data"]
         raise UserError(f"--resume: data is {was['used']} (sha256 {was['sha256'][:12]}) in {ckpt['path']}, but now "
                         f"{corpus.used} ({corpus.sha256[:12]}); give the same text with --data")
-    tokenizer = tokenizer_from_state(ckpt["tokenizer"]) if ckpt else make_tokenizer(tc.tokenizer, corpus.text)
+    tokenizer = tokenizer_from_state(ckpt["tokenizer"]) if ckpt else make_tokenizer(tc.tokenizer, corpus.text, tc.bpe_size)
     return tokenizer, corpus.splits(tokenizer, tc.seq_len), dict(used=corpus.used, sha256=corpus.sha256)
 
 
