@@ -2686,6 +2686,25 @@ def test_a_text_that_has_moved(text, copy, tmp_path, capsys):
     assert str(copy) not in refused(capsys, eval.main, "--ckpt", copy, "--data", "/no/other.txt")
 
 
+def test_a_run_that_begins_with_the_weights_of_another(text, tmp_path, capsys):
+    """--init must take weights, network and tokenizer as they are, none of the rest, and leave the other run alone."""
+    first, other = tmp_path / "first", tmp_path / "other.txt"
+    other.write_text(text.read_text()[::-1])
+    assert go(text, first, "--tokenizer", "bpe", "--bpe-size", 260, "--model", "omeganet", "--steps", 2) == 0
+    run = [*RUN, "--data", str(other), "--out", str(tmp_path / "second"), "--init", str(first)]
+    assert train.main([*run, "--steps", "1", "--lr", "0", "--muon-lr", "0", "--chunk", "4"]) == 0
+    a, b = (train.load_checkpoint(out) for out in (first, tmp_path / "second"))
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"]) and a["model"].keys() == b["model"].keys()
+    assert b["tokenizer"] == a["tokenizer"] and b["config"] == {**a["config"], "chunk": 4}
+    assert (b["step"], b["train"]["lr"], b["train"]["model"], b["data"]["used"]) == (1, 0.0, "omeganet", str(other))
+    assert train.main(["--resume", "--out", str(tmp_path / "second"), "--device", "cpu"]) == 0             # and knows its --init
+    capsys.readouterr()
+    for flags, named in ((["--n-embd", 32], "--n-embd"), (["--model", "atlas"], "--model is omeganet"), (["--tokenizer", "char"], "--tokenizer"),
+                         (["--bpe-size", 300], "--bpe-size"), (["--size", "baby"], "--size"), (["--init", "nowhere"], "nowhere")):
+        assert named in refused(capsys, train.main, *run, "--steps", 1, *flags)
+    assert "--init" in refused(capsys, train.main, "--resume", "--out", tmp_path / "second", "--init", "elsewhere")
+
+
 def test_resume_refuses_another_text(text, copy, tmp_path, capsys):
     """The same path with other words in it is another run; the same words under another path are not."""
     assert go(text, tmp_path / "run", "--steps", 4, "--stop-after", 2) == 0
@@ -3909,6 +3928,10 @@ MUTANTS = [
     ("a word of a text counted once", "data.py", "counts[pair] += n", "counts[pair] += 1", "test_bpe_merges_what_occurs_most"),
     ("byte pairs that occur once", "data.py", "if minus_n > -2:", "if minus_n > -1:", "test_bpe_merges_what_occurs_most"),
     ("byte pairs of the text to validate on", "data.py", "text[:len(text) * 9 // 10]", "text", "test_bpe_learns_from_what_is_trained_on"),
+    ("--init without the weights", "train.py", "        try:\n            model.load_state_dict(origin", "        try:\n            dict(origin",
+     "test_a_run_that_begins_with_the_weights_of_another"),
+    ("--init without the network", "train.py", '(origin["config"] if origin else', "(origin[\"config\"] if not given else",
+     "test_a_run_that_begins_with_the_weights_of_another"),
     ("every epoch cut alike", "data.py", "[seed % 2**64, number]", "[seed % 2**64, 0]", "test_an_epoch_has_every_window_once"),
     ("each process takes all passes", "train.py", "parts[rank()::processes()]", "parts", "test_two_processes_train_like_one"),
     ("each process by its own gradient", "train.py", "for a in (loss, *grads.values()):", "for a in [loss]:",

@@ -4,6 +4,7 @@
     python train.py --model transformer --out base       a baseline
     python train.py --data my.txt --window 1 --no-muon   your own text; every field of models.Config is a flag
     python train.py --resume                             go on exactly where OUT/ckpt.pt stopped
+    python train.py --init out --data my.txt --out tuned a new run that begins with the weights of another
     torchrun --nproc-per-node 8 train.py --size 340m     on 8 GPUs, which share the --grad-accum passes of a step
 
 OUT/ckpt.pt is the last state, OUT/best.pt the one with the best validation loss, OUT/log.csv has one row a logged step.
@@ -51,6 +52,7 @@ class TrainConfig:
     bpe_size: int = opt(1024, "tokens of --tokenizer bpe, at most", low=256)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv; a new run moves those of an earlier one to OUT/old-N")
     resume: bool = opt(False, "go on from OUT/ckpt.pt, with its settings")
+    init: str = opt("", "a checkpoint, or its folder: a new run begins with its network, weights and tokenizer")
     steps: int = opt(600, "optimizer steps", low=1)
     minutes: float = opt(0.0, "end after this time even if short of --steps, the rates having fallen to 0 by then; 0 (the default "
                               "with --steps): no limit")
@@ -131,9 +133,10 @@ def parse(argv=None):
     return vars(parser.parse_args(argv))
 
 
-def settings(given, ckpt=None):
-    """-> TrainConfig, Config: defaults < size < preset < flags. On resume they are the checkpoint's, and a flag that
-    would change the run is refused, not ignored."""
+def settings(given, ckpt=None, origin=None):
+    """-> TrainConfig, Config: defaults < size < preset < flags. On resume they are the checkpoint's, and a flag that would change the
+    run is refused, not ignored. With an `origin`, --init's checkpoint, the network is its, but for what flags say, and the model, the
+    size and the tokenizer that it was called by are."""
     names = {f.name for f in fields(TrainConfig)}
     if ckpt:
         train, config = dict(ckpt["train"]), ckpt["config"]
@@ -145,6 +148,11 @@ def settings(given, ckpt=None):
         train = {n: given.get(n, v) for n, v in train.items() if n in given or n not in LAUNCH}
     else:
         train = {n: v for n, v in given.items() if n in names}
+        if origin:
+            for name in ("model", "size", "tokenizer", "bpe_size"):
+                was = origin["train"].get(name, getattr(TrainConfig, name))
+                if train.setdefault(name, was) != was:
+                    raise UserError(f"--init: {flag(name)} is {was} in {origin['path']}, but {train[name]} was given; drop the flag")
         if train.get("size", "auto") == "auto":
             train["size"] = "baby" if pick_device(train.get("device", "auto")).type == "cuda" else "tiny"
         model, size = train.get("model", TrainConfig.model), train["size"]
@@ -153,7 +161,8 @@ def settings(given, ckpt=None):
             train["warmup"] = min(train["warmup"], train["steps"] // 10)
         if "steps" in given and "minutes" not in given:
             train["minutes"] = 0.0
-        config = {**SIZES[size], **PRESETS[model], **{n: v for n, v in given.items() if n not in names}}
+        config = {**(origin["config"] if origin else {**SIZES[size], **PRESETS[model]}),
+                  **{n: v for n, v in given.items() if n not in names}}
     try:
         return TrainConfig(**train), Config(**config)
     except (TypeError, ValueError) as fault:
@@ -241,6 +250,19 @@ def rebuild(ckpt):
         raise UserError(f"{ckpt['path']} contradicts itself: {tokenizer.vocab_size} tokens in its tokenizer, "
                         f"{model.config.vocab_size} in its model")
     return model, tokenizer
+
+
+def begin(config, origin):
+    """A new model; with an `origin`, --init's checkpoint, of its weights."""
+    model = LM(config)
+    if origin:
+        try:
+            model.load_state_dict(origin["model"])
+        except RuntimeError:
+            differ = ", ".join(flag(name) for name, value in asdict(config).items() if value != origin["config"].get(name))
+            raise UserError(f"--init: the weights of {origin['path']} do not fit a network of another {differ or 'version'}; "
+                            "give no flag that changes their shapes") from None
+    return model
 
 
 def set_aside(out):
@@ -680,14 +702,18 @@ def read_for(ckpt, name):
         raise UserError(f"{fault} ({ckpt['path']} has this name of its text; --data gives another)") from None
 
 
-def prepare_data(tc, ckpt=None):
-    """-> tokenizer, (training ids, validation ids), what text it was: on resume, the one that the run began with."""
+def prepare_data(tc, ckpt=None, origin=None):
+    """-> tokenizer, (training ids, validation ids), what text it was: on resume, the one that the run began with.
+
+    The tokenizer is that of either checkpoint, of --resume or --init.
+    """
     corpus = read_for(ckpt, tc.data) if ckpt else read(tc.data)
     if ckpt and corpus.sha256 != ckpt["data"]["sha256"]:
         was = ckpt["data"]
         raise UserError(f"--resume: data is {was['used']} (sha256 {was['sha256'][:12]}) in {ckpt['path']}, but now "
                         f"{corpus.used} ({corpus.sha256[:12]}); give the same text with --data")
-    tokenizer = tokenizer_from_state(ckpt["tokenizer"]) if ckpt else make_tokenizer(tc.tokenizer, corpus.text, tc.bpe_size)
+    known = ckpt or origin
+    tokenizer = tokenizer_from_state(known["tokenizer"]) if known else make_tokenizer(tc.tokenizer, corpus.text, tc.bpe_size)
     return tokenizer, corpus.splits(tokenizer, tc.seq_len), dict(used=corpus.used, sha256=corpus.sha256)
 
 
@@ -719,7 +745,8 @@ def describe(tc, model, device, dtype, tokenizer, splits, used):
 def launch(given):
     """A run, from its flags to its last line -> exit code."""
     ckpt = load_checkpoint(Path(given.get("out", TrainConfig.out)) / "ckpt.pt") if given.get("resume") else None
-    tc, config = settings(given, ckpt)
+    origin = load_checkpoint(given["init"]) if given.get("init") and not ckpt else None
+    tc, config = settings(given, ckpt, origin)
     if ckpt and (progress(ckpt["step"], ckpt["seconds"], tc) >= 1 or 0 < tc.stop_after <= ckpt["step"]):
         say(f"nothing to do: {ckpt['step']} of {tc.steps} steps in {tc.out} are done, best validation loss "
             f"{ckpt['best']:.4f}")
@@ -734,10 +761,10 @@ def launch(given):
     tc.compile = given.get("compile", device.type == "cuda")
     if tc.threads:
         torch.set_num_threads(tc.threads)
-    tokenizer, splits, data = prepare_data(tc, ckpt)
+    tokenizer, splits, data = prepare_data(tc, ckpt, origin)
     probe(Path(tc.out))
     torch.manual_seed(tc.seed)
-    model = (rebuild(ckpt)[0] if ckpt else LM(replace(config, vocab_size=tokenizer.vocab_size))).to(device).train()
+    model = (rebuild(ckpt)[0] if ckpt else begin(replace(config, vocab_size=tokenizer.vocab_size), origin)).to(device).train()
     model.remat = tc.remat
     run = {key: ckpt[key] for key in ("step", "best", "seconds")} if ckpt else dict(step=0, best=math.inf, seconds=0.0)
     run.update(preset=tc.model, config=asdict(model.config), train=asdict(tc), tokenizer=tokenizer.state(), data=data)
