@@ -14,9 +14,19 @@ what leads from W and S after a chunk to those before it.
 N is B H (sequences and heads do not take turns), c the tokens of a chunk, n the pairs they learn from, and C s matrices that are read,
 one below the other, (N, s, k, wide) or (N, s k, wide): W and S, which are carried from chunk to chunk, or W_j and O_j of a block.
 
+The shapes of one chunk, for B 2, H 6, head dim 16, degree 2, hidden width 16, chunk 64, window 8, momentum: N = 12, E = 153, and n = 72
+pairs, which are 64 tokens, the 7 before them and an idle one:
+
+    xq (12, 64, 153)   xk (12, 72, 153)   v (12, 72, 16)   P (12, 64, 72)
+    C of W1 (12, 2, 16, 153), W over S; W1 is 153 x 16, tall, so it lies transposed.     C of W2 (12, 2, 16, 16)
+    learn_chunk    z = xk W1 (12, 72, 16), gelu(z) W2 - v = d2, and back: d1 (12, 72, 16);   W1 += xk^T (P_last o d1),  W2 += gelu(z)^T (P_last o d2)
+    read_chunks    z = xq W1_t = xq (keepprod W1 + u S1 + M0) + (P o (xq xk^T)) d1 (12, 64, 16);   then gelu(z) reads W2 in the same way
+    with Newton-Schulz every 16 tokens, 4 blocks: G (12, 5, 72), a row a block and one of the last token; W_j over O_j (12, 4, 2, 16, 153)
+
 Arguments that most functions have: `tall` says of each matrix whether it lies transposed (`lay`); `closes`, whether the last token of each
 part ends a chunk, where the ball of choice 22 is; `pos`, with Newton-Schulz, how many tokens into a block of muon_every the first one is.
-`kept` collects what the gradient needs.
+`kept` collects what the gradient needs. The order: a chunk's products; chunks without Newton-Schulz, and with; many of them at a time; and
+in the second half all gradients.
 """
 from contextlib import nullcontext
 from itertools import islice
@@ -30,83 +40,6 @@ from memory import once_differentiable
 from muon import exact_products, orthogonalize, orthogonalize_backward
 
 
-def scaled(a, coef):
-    """Rows a (N, n, k), their numbers coef (N, n, s, 1) -> (N, n, s k): a row times the first of its numbers, then times the next."""
-    return (coef * a[:, :, None]).flatten(2)
-
-
-def combined(t, coef, into=None):
-    """t (N, n, s k) -> (N, n, k): the first k of a row times the first of its numbers, plus the next k times the next. Added to `into`, in
-    its place, if that is given.
-    """
-    t, coef = t.unflatten(2, (coef.shape[2], -1)).unbind(2), coef.unbind(2)
-    y = t[0] * coef[0] if into is None else into.addcmul_(t[0], coef[0])
-    for i in range(1, len(t)):
-        y = y.addcmul_(t[i], coef[i])
-    return y
-
-
-def dots(t, a):
-    """t (N, n, s k), a (N, n, k) -> (N, n, s, 1): the gradient of coef in `scaled` and in `combined`."""
-    return (t.view(*a.shape[:2], -1, a.shape[2]) * a[:, :, None]).sum(-1, keepdim=True)
-
-
-def read_carried(R, C, coef, M0, tall):
-    """r_t (keepprod_t W_0 + u_t S_0 + M0) for all rows r_t of R (N, c, in) -> (N, c, out); C or M0 may be None, for zero.
-
-    C (N, s k, wide) holds W_0, below it S_0, coef (N, c, s, 1) their numbers, M0 is (N, k, wide). Matrices are transposed if they are
-    `tall` (`lay`): k is their narrow side, the one that is scaled. Also returns what its gradient needs of that, or None.
-    """
-    y = None if M0 is None else memory.product(R, turn(M0, tall))
-    if C is None:
-        return y, None
-    if not tall:
-        R = scaled(R, coef)
-        return (torch.bmm(R, C) if y is None else memory.add_product(y, R, C)), None
-    reads = memory.product(R, C.mT)
-    return combined(reads, coef, y), reads
-
-
-def read_carried_backward(R, C, coef, M0, tall, reads, dz, dC=None):
-    """The gradient of read_carried, from dz (N, c, out) -> dR, dC, dcoef, dM0, as R, C, coef, M0 are; dC, dcoef, dM0 None without C, M0.
-
-    dC: where to write that of C.
-    """
-    dR = dM0 = None
-    if M0 is not None:
-        dR, dM0 = memory.transposed_product(dz, turn(M0, tall), R), memory.outer([(R, dz)], tall)
-    if C is None:
-        return dR, None, None, dM0
-    if tall:
-        dreads = scaled(dz, coef)
-        return memory.transposed_product(dreads, C.mT, R, dR), torch.bmm(dreads.mT, R, out=dC), dots(reads, dz), dM0
-    dscaled = torch.bmm(dz, C.mT)
-    return combined(dscaled, coef, dR), torch.bmm(scaled(R, coef).mT, dz, out=dC), dots(dscaled, R), dM0
-
-
-def write(X, D, last, tall, out=None):
-    """X^T (P_last * D) and X^T (G_last * D), what a chunk adds to W and S: X (N, n, in), D (N, n, out) -> (N, s k, wide), as they are in C.
-
-    last (N, n, s, 1) are those rows of P and G; with Newton-Schulz the s = r rows of G.
-    """
-    a, b = (D, X) if tall else (X, D)
-    return torch.bmm(scaled(a, last).mT, b, out=out)
-
-
-def write_backward(X, D, last, tall, dC):
-    """The gradient of write, from dC (N, s k, wide) -> dX, dD, dlast, as X, D, last are."""
-    a, b = (D, X) if tall else (X, D)
-    dscaled = memory.product(b, dC.mT)
-    da, db = combined(dscaled, last), memory.transposed_product(scaled(a, last), dC.mT, b)
-    return *((db, da) if tall else (da, db)), dots(dscaled, a)
-
-
-def padding(pos, length, every):
-    """How many tokens to fill up the stretch's first block with, and its last; a single block is taken as it is."""
-    front, back = pos % every, -(pos + length) % every
-    return (front, back) if front + length > every else (0, 0)
-
-
 class Part(NamedTuple):
     """What omega.py makes of a run of chunks, of c tokens and n pairs each: the tokens, the window - 1 before them, idle ones of weight 0.
 
@@ -116,7 +49,7 @@ class Part(NamedTuple):
     xk: torch.Tensor                                          # (..., n, E)  phi(k)
     v: torch.Tensor                                           # (..., n, D)  memory.target(k, v)
     write: torch.Tensor | None                                # (..., n, E)  what x_i^T d_i is made of, if not phi(k)
-    inner: torch.Tensor | None                                # (..., c, n)  phi(q) phi(k)^T, if there is a shorter way to it
+    qk: torch.Tensor | None                                   # (..., c, n)  phi(q) phi(k)^T, if there is a shorter way to it
     # From here on what depends on the gates alone (omega.mixing).
     # Without Newton-Schulz     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i,   S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
     # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1, W, without momentum
@@ -141,71 +74,378 @@ class Part(NamedTuple):
         return [Part(*(None if a is None else a[j] for a in columns)) for j in range(len(self.v))]
 
 
-class Chunks(torch.autograd.Function):
-    """All chunks of a run: they learn one after the other and are read many at a time; and their gradient.
+# ---------------------------------------------------------------------------------------------------------------------------
+# The products of a chunk.
 
-    Autograd of the same lines takes twice as long and keeps more: to it each product, sum and view is a step of its own, and it
-    keeps what is cheaper to compute again. `forward` and `backward` are linear_chunks and its gradient, or muon_chunks and its; `how`
-    their first arguments; then come the fields of Part and groups of matrices (M0, W, ..), of `sizes`. Returns what the last matrix reads
-    (chunks, N, c, D), then the groups at the end.
+def turn(a, tall):
+    return a.mT if tall else a
+
+
+def lay(group, tall, B):
+    """Matrices (B, H, in, out) or (H, in, out) -> (B H, k, wide): the narrow side first, so the `tall` ones are transposed."""
+    return [turn(a, t).expand(B, *a.mT.shape[-3:-2], -1, -1).flatten(0, 1) for a, t in zip(group, tall)]
+
+
+def unlay(group, tall, B):
+    """(B H, k, wide) -> (B, H, in, out), the inverse of `lay`."""
+    return [turn(a.unflatten(0, (B, -1)), t) for a, t in zip(group, tall)]
+
+
+def scaled(a, coef):
+    """Rows a (N, n, k), their numbers coef (N, n, s, 1) -> (N, n, s k): a row times the first of its numbers, then times the next."""
+    return (coef * a[:, :, None]).flatten(2)
+
+
+def combined(t, coef, into=None):
+    """t (N, n, s k) -> (N, n, k): the first k of a row times the first of its numbers, plus the next k times the next. Added to `into`, in
+    its place, if that is given.
     """
-    compiled = False                                          # by omega.compile_chunks
-
-    @staticmethod
-    def forward(ctx, forward, backward, how, sizes, *tensors):
-        kept = []
-        parts, *groups = grouped(tensors, sizes)
-        with below_autograd():
-            y, after = forward(*how, Part(*parts), *groups[:-1], kept)
-        ctx.gradient, ctx.how, ctx.sizes, ctx.lengths = backward, how, sizes, [len(one) for one in kept]
-        ctx.save_for_backward(*tensors, *(a for one in kept for a in one))
-        ctx.set_materialize_grads(False)
-        return y, *after
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, *dafter):
-        if Chunks.compiled:                                   # on CUDA this is another thread, and each has limits of its own
-            unlimited()
-        parts, *groups, kept = grouped(ctx.saved_tensors, ctx.sizes)
-        parts, (*kept, _) = Part(*parts), grouped(kept, ctx.lengths)
-        if dy is None:                                        # what was read is not used
-            dy = parts.v.new_zeros(*parts.xq.shape[:3], parts.v.shape[-1])
-        grads = parts.each(empty_like)
-        with torch.autocast(dy.device.type, enabled=False), below_autograd():                    # as in forward (models.py)
-            dgroups = ctx.gradient(*ctx.how, parts, *groups, kept, grads, dy, dafter)
-        return None, None, None, None, *grads, *(a for group in dgroups for a in group)
+    t, coef = t.unflatten(2, (coef.shape[2], -1)).unbind(2), coef.unbind(2)
+    y = t[0] * coef[0] if into is None else into.addcmul_(t[0], coef[0])
+    for i in range(1, len(t)):
+        y = y.addcmul_(t[i], coef[i])
+    return y
 
 
-def below_autograd():
-    """Within, autograd is not asked what it thinks of each view: a third of what a view costs. Not public, so torch may drop the name."""
-    return getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", nullcontext)()
+def read_carried(R, C, coef, M0, tall):
+    """r_t (keepprod_t W_0 + u_t S_0 + M0) for all rows r_t of R (N, c, in) -> (N, c, out); C or M0 may be None, for zero.
+
+    C (N, s k, wide) holds W_0, below it S_0, coef (N, c, s, 1) their numbers, M0 is (N, k, wide). Matrices are transposed if they are
+    `tall` (`lay`): k is their narrow side, the one that is scaled. Also returns what its gradient needs of that, or None.
+    """
+    y = None if M0 is None else memory.product(R, turn(M0, tall))
+    if C is None:
+        return y, None
+    if not tall:
+        R = scaled(R, coef)
+        return (torch.bmm(R, C) if y is None else memory.add_product(y, R, C)), None
+    reads = memory.product(R, C.mT)
+    return combined(reads, coef, y), reads
 
 
-def unlimited():
-    """Every shape is compiled: by default the ninth would be eager."""
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
+def write(X, D, last, tall, out=None):
+    """X^T (P_last * D) and X^T (G_last * D), what a chunk adds to W and S: X (N, n, in), D (N, n, out) -> (N, s k, wide), as they are in C.
+
+    last (N, n, s, 1) are those rows of P and G; with Newton-Schulz the s = r rows of G.
+    """
+    a, b = (D, X) if tall else (X, D)
+    return torch.bmm(scaled(a, last).mT, b, out=out)
 
 
-def grouped(items, sizes):
-    """The first items, so many a group; then a group of all others."""
-    items = iter(items)
-    return *(list(islice(items, n)) for n in sizes), list(items)
+def gradient_point(tall, M0, W):
+    """The weights to take gradients at, M0 + W, as memory.gradients wants them; both as `lay` has them, or empty for zero."""
+    both = [m + w for m, w in zip(M0, W)] if M0 and W else M0 or W
+    return [turn(w, t).flatten(0, -3) for w, t in zip(both, tall)]
 
 
-def run(forward, backward, how, parts, *groups):
-    """forward(*how, parts, *groups), with a gradient if there may be one -> what is read, the matrices at the end."""
-    if not torch.is_grad_enabled():
-        with below_autograd():
-            return forward(*how, parts, *groups)
-    sizes = [len(group) for group in (parts, *groups)]
-    y, *after = Chunks.apply(forward, backward, how, sizes, *parts, *(a for group in groups for a in group))
-    return y, after
+def carry(to, C, ends, across):
+    """to += keepprod W + u S, and momprod S, for C (N, s, k, wide) with W and S, or W alone, and the last of these numbers."""
+    to.addcmul_(C, ends)
+    if across is not None:
+        to[:, 0].addcmul_(C[:, 1], across)
 
 
-def empty_like(a):
-    """An empty tensor for the gradient of a, contiguous or feature-major as a is."""
-    return a.mT.new_empty(a.mT.shape).mT if memory.feature_major(a) else a.new_empty(a.shape)
+def ball_factors(rule, W, tall, count):
+    """What `Rule.bound` multiplies W by, which may be `count` matrices side by side."""
+    parts = turn(W, tall).chunk(count, -1)
+    factors = [rule.ball / torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True).clamp_min(rule.ball) for w in parts]
+    if count == 1:
+        return factors[0]
+    return turn(torch.cat([f.expand(-1, 1, w.shape[-1]) for f, w in zip(factors, parts)], -1), tall)
+
+
+def firsts(rule):
+    """How many matrices of the memory read x itself."""
+    return 2 if rule.memory == "gated" else 1
+
+
+def nth_or_none(group, i):
+    return group[i] if group else None
+
+
+def plus(a, b):
+    return b if a is None else a + b
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Without Newton-Schulz.
+
+def learn_chunk(rule, closes, tall, part, M0, C, anchor, after):
+    """One chunk (or a part of one) learns without Newton-Schulz: its last W_t (Eq 10) and S_t (Eq 33), written to `after`.
+
+        x_i, d_i = gradients of all n pairs at the anchor               one pass through the memory and back (Eq 16)
+        W += X^T (P_last o D),   S += X^T (G_last o D)                  what the chunk adds
+        W += keepprod W_0 + u S_0,   S += momprod S_0                   what it keeps of what was there before
+        W *= ball / |W|                                                 choice 22, where the chunk ends
+
+    C and `after`: W and S of each matrix, (N, s, k, wide) as `lay` has them. C = [] stands for zeros, M0 = [] for none, anchor = [] for the
+    W of C. -> flat, all tensors, for the gradient: z and f of memory.gradients; d of every matrix; x of every one but the first; balls.
+    """
+    W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
+    pairs, (z, f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)        # Eq 16: all at the anchor
+    balls = []
+    for i, ((x, d), end) in enumerate(zip(pairs, after)):
+        write(x if i or part.write is None else part.write, d, part.last, tall[i], end.flatten(1, 2))
+        if C:
+            carry(end, C[i], part.ends, part.across)
+        if closes and rule.ball:
+            balls.append(ball_factors(rule, end[:, 0], tall[i], 1 if i else firsts(rule)))
+            end[:, 0].mul_(balls[i])
+    return z, f, *(d for _, d in pairs), *(x for x, _ in pairs[1:]), *balls
+
+
+def read_chunks(rule, tall, part, pairs, C, M0):
+    """What all tokens read, each at its own W_t, of any number of chunks (N, ..): layer by layer, as an MLP is computed.
+
+        z = r_t (keepprod_t W_0 + u_t S_0 + M0)  +  (P o R X^T) D       the memory before the chunk; and what the chunk wrote up to t
+        r = gelu(z)                                                     are the rows that read the next matrix
+
+    C and M0 of each matrix, or empty, for zero.
+    -> z of the last matrix (N, c, D); for the gradient: z before it and R X^T at it (None for a linear memory), and that of read_carried.
+    """
+    rows, RX, z, before, reads = part.xq, part.qk, None, None, [None] * len(pairs)
+    for i, (x, d) in enumerate(pairs):
+        if i:
+            before, rows, RX = z, memory.hidden(rule.memory, z), None
+        RX = torch.bmm(rows, x.mT) if RX is None else RX
+        z, reads[i] = read_carried(rows, nth_or_none(C, i), part.coef, nth_or_none(M0, i), tall[i])
+        z = memory.add_product(z, part.P * RX, d)
+    return z, before, None if before is None else RX, *reads
+
+
+def plain_chunks(rule, closes, tall, parts, M0, C, anchor, kept=None):
+    """All chunks -> what is read (chunks, N, c, D), C at the end. `kept` gets what the gradient needs: first C before each chunk and
+    after the last (chunks + 1, N, ..), then of each stretch.
+    """
+    (count, N, n, D), c, s, cuts = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2], stretches(parts, C or M0, not C)
+    room = 1 + (count if kept is not None else longest(cuts))
+    Cs = [w.new_empty(room, N, s, *w.shape[-2:]) for w in C or M0]
+    for a, b in zip(Cs, C):
+        a[0] = b
+    if kept is not None:
+        kept.append(Cs)
+    y, ones, starts = parts.v.new_empty(N, count, c, D).transpose(0, 1), parts.split(), repeated(M0, longest(cuts))
+    zero = not C                                              # W and S before the chunk: products with them are left out
+    for now in cuts:
+        at, size = now.start if kept is not None else 0, now.stop - now.start    # without a gradient to come, all stretches share the room of one
+        part, fresh, learned, slots = parts.each(lambda a: a[now]), zero, [], list(zip(*(a[at:].unbind(0) for a in Cs)))
+        for j, one in enumerate(ones[now]):
+            learned.append(learn_chunk(rule, closes, tall, one, M0, [] if zero else slots[j], anchor, slots[j + 1]))
+            zero, anchor = False, []
+        z, f, *more = (joined(one) for one in zip(*learned))
+        part = part.each(merged)
+        errors, rows, balls = grouped(more, (len(tall), len(tall) - 1))
+        pairs = list(zip([part.xk, *rows], errors))
+        before = [] if fresh else [merged(a[at: at + size]).flatten(1, 2) for a in Cs]
+        out, *reads = read_chunks(rule, tall, part, pairs, before, [m[: len(part.v)] for m in starts])
+        y[now] = out.unflatten(0, (-1, N))
+        if kept is not None:
+            kept.append((z, f, errors[-1], *reads, *balls))
+        elif now.stop < count:
+            for a in Cs:
+                a[0] = a[size]
+    return y, [c.clone() for c in slots[size]]
+
+
+def plain_run(rule, state, parts, B):
+    """Chunks without Newton-Schulz, of B sequences: the state before them, their Part
+
+    -> what the last matrix reads (chunks, N, c, D), and the state after them.
+    """
+    count, c, s = len(parts.v), parts.xq.shape[2], parts.ends.shape[2]
+    groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
+    tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])
+    M0, W, S, anchor = (lay(group, tall, B) for group in groups)
+    C = [] if state.zero else [torch.stack(ws, 1) for ws in zip(*([W, S] if S else [W]))]
+    if state.zero or not state.pos:                           # the anchor is W
+        anchor = []
+    how = rule, (state.pos + c) % rule.chunk == 0, tall
+    z, C = run(plain_chunks, plain_chunks_backward, how, parts, M0, C, anchor)
+    W, S = (memory.unpack(unlay([a[:, j] for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
+    return z, advance(rule, state, W, S, count * c)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# With Newton-Schulz.
+
+def padding(pos, length, every):
+    """How many tokens to fill up the stretch's first block with, and its last; a single block is taken as it is."""
+    front, back = pos % every, -(pos + length) % every
+    return (front, back) if front + length > every else (0, 0)
+
+
+def unpacked_pairs(rule, pairs):
+    """The pairs of packed matrices -> those of each matrix, which Newton-Schulz sees by itself."""
+    if rule.memory != "gated":
+        return pairs
+    (x, d), last = pairs
+    return [*((x, half) for half in d.chunk(2, -1)), last]
+
+
+def in_blocks(a, blocks, front, back):
+    """Rows (N, c, ..) of chunks -> (N blocks, m, ..) of their blocks, filled up (`padding`)."""
+    a = F.pad(a, (0, 0, front, back)) if front or back else a
+    return a.reshape(len(a) * blocks, -1, a.shape[2])
+
+
+def advance_blocks(shares, W, o):
+    """Eq 32 from block to block: W before the first (or None, for a zero and a single block), O_j (N, blocks, k, wide)
+
+    -> W_j and O_j (N, blocks, 2, k, wide), or O_j alone for a W that is zero; W after the last block.
+    """
+    if o.shape[1] == 1:                                       # W_0 and O_0, each times its share: no work for a product
+        of_W, of_O = shares.view(-1, 2, 1, 1).unbind(1)
+        o = o[:, 0]
+        if W is None:
+            return o[:, None, None], of_O * o
+        return torch.stack([W, o], 1)[:, None], (of_O * o).addcmul_(of_W, W)
+    after = torch.bmm(shares[:, :, 1:], o.flatten(2)).view(o.shape)
+    after.addcmul_(shares[:, :, :1, None], W[:, None])        # not by the product: W stays float32 where products are TF32
+    return torch.stack([torch.cat([W[:, None], after[:, :-1]], 1), o], 2), after[:, -1]
+
+
+def muon_learn(rule, pos, closes, tall, part, M0, W, S, sums, O, anchor):
+    """One chunk (or a part of one) learns, with Newton-Schulz every `muon_every` tokens; it begins `pos` tokens into a block.
+
+    Matrices are as `lay` has them; W and S that are empty stand for zeros, the anchor for W. O is given if its first block does not take
+    Newton-Schulz anew: it is in progress, or there is none before it; `sums` is S_t summed over the block in progress, or that before
+    (empty for muon_every 1).
+    -> W_j and O_j of its blocks, as `advance_blocks` has them; W, S, sums and O after it; for its gradient, what memory.gradients saves, what
+    Newton-Schulz sees (N, blocks, k, wide), one less with an O, the last S_t, what bounds each matrix, what Newton-Schulz saves.
+    """
+    r, c, G = part.G.shape[1], part.xq.shape[1], part.G.mT.contiguous()[..., None]
+    momprod = part.momprod[..., None] if S else None
+    at = memory.pack(gradient_point(tall, M0, anchor or W))
+    pairs, saved = memory.gradients(rule.memory, rule.loss, at, part.xk, part.v, rule.norm)      # Eq 16: all at the anchor
+    rows = []
+    for i, (x, d) in enumerate(unpacked_pairs(rule, pairs)):
+        s = write(x, d, G, tall[i]).unflatten(1, (r, -1))     # all rows in one product
+        if S:
+            s.addcmul_(momprod, S[i][:, None])                # Eq 33
+        if sums and pos:
+            s[:, 0].add_(sums[i])
+        rows.append(s)
+    S = []
+    if part.momprod is not None:
+        S, rows = [s[:, -1] for s in rows], [s[:, :-1] for s in rows]
+    seen = rows                                               # Eq 40: S_t itself
+    if rule.muon_every > 1:                                   # choice 15: for each block without an O, the sum of the one before it
+        seen = [s[:, :-1] for s in rows]
+        if not O:
+            seen = [torch.cat([a[:, None], s], 1) if s.shape[1] else a[:, None] for a, s in zip(sums, seen)]
+        sums = [s[:, -1] for s in rows]
+    new, ns = seen, []
+    if seen[0].shape[1]:
+        new, ns = orthogonalize(seen, *rule.newton_schulz, rule.ns_gram)
+    if O:
+        new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
+    if not W and new[0].shape[1] > 1:
+        W = [torch.zeros_like(o[:, 0]) for o in new]
+    held, W = zip(*(advance_blocks(part.shares, W[i] if W else None, o) for i, o in enumerate(new)))
+    balls = []
+    if closes and rule.ball:
+        balls = [ball_factors(rule, w, t, 1) for w, t in zip(W, tall)]
+        W = [w * ball for w, ball in zip(W, balls)]
+    O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every and not closes else []
+    return held, W, S, sums, O, (*saved, *seen, *S, *balls, *ns)
+
+
+def muon_held(held, coef):
+    """What the blocks of all chunks read: W_j and O_j; what is zero is left out.
+
+    held (chunks N, blocks, s, k, wide), coef (chunks N, blocks, m, 2, 1) -> (chunks N blocks, s k, wide), the coefficients.
+    """
+    coef = coef.flatten(0, 1)[:, :, -held[0].shape[2]:]      # of O_j alone, if W_0 is zero
+    return [h.flatten(0, 1).flatten(1, 2) for h in held], coef
+
+
+def muon_read(rule, fill, tall, C, coef, M0, xq):
+    """What all tokens of any number of chunks read, xq (N, c, E), block by block: r_t W_t = r_t (since_t W_j + own_t O_j + M0).
+
+    C and coef of muon_held, M0 `repeated` for all blocks, or empty; `fill` of padding.
+    -> (N, c, D); for the gradient, what the hidden units are made of (or None), and what read_carried keeps.
+    """
+    (N, c, _), reads = xq.shape, [None] * len(C)
+
+    def read(i, rows):
+        z, reads[i] = read_carried(in_blocks(rows, len(coef) // N, *fill), C[i], coef, nth_or_none(M0, i), tall[i])
+        return z.reshape(N, -1, z.shape[2])[:, fill[0]: fill[0] + c]
+
+    if rule.memory == "linear":
+        return read(0, xq), None, *reads
+    z = torch.cat([read(0, xq), read(1, xq)], -1) if firsts(rule) == 2 else read(0, xq)
+    return read(-1, memory.hidden(rule.memory, z)), z, *reads
+
+
+def muon_chunks(rule, pos, closes, tall, parts, M0, W, S, sums, O, anchor, kept=None):
+    """All chunks -> what is read (chunks, N, c, D); W, S, the sum of S_t and O at the end. `kept` gets what the gradient needs: of each
+    stretch, then of each of its chunks.
+    """
+    (count, N, _, D), c, ones = parts.v.shape, parts.xq.shape[2], parts.split()
+    y, fill = parts.v.new_empty(N, count, c, D).transpose(0, 1), padding(pos, c, rule.muon_every)
+    cuts = stretches(parts, W or M0, not W)
+    starts = repeated(M0, longest(cuts), parts.coef.shape[2])
+    for now in cuts:
+        held, learned = [], []
+        for one in ones[now]:
+            blocks, W, S, sums, O, saved = muon_learn(rule, pos, closes, tall, one, M0, W, S, sums, O, anchor)
+            held.append(blocks)
+            learned += [] if kept is None else [saved]
+            anchor = []
+        held = [joined(a) for a in zip(*held)]
+        C, coef = muon_held(held, merged(parts.coef[now]))
+        out, *reads = muon_read(rule, fill, tall, C, coef, [m[: len(coef)] for m in starts], merged(parts.xq[now]))
+        y[now] = out.unflatten(0, (-1, N))
+        if kept is not None:
+            kept += [(*held, *reads), *learned]
+    return y, [a.clone() for a in (*W, *S, *sums, *O)]
+
+
+def muon_run(rule, state, parts, B):
+    """Chunks with Newton-Schulz; arguments and returns of plain_run."""
+    count, c, pos = len(parts.v), parts.xq.shape[2], state.pos
+    tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
+    rule = rule._replace(ns_gram=rule.ns_gram and exact_products(parts.v.device))
+    how = rule, pos % rule.muon_every, (pos + c) % rule.chunk == 0, tall
+    M0, W, S, sums, O, anchor = (
+        lay(group, tall, B) for group in (state.M0, state.W, state.S, state.sums, state.O, state.anchor))
+    if rule.muon_every > 1 and not sums:                      # no block before the first: 0, for NS(0), and nothing is written
+        O = [torch.zeros_like(w) for w in W]
+    if state.zero:
+        W, S = [], []
+    if state.zero or not pos:                                 # the anchor is W
+        anchor = []
+    z, after = run(muon_chunks, muon_chunks_backward, how, parts, M0, W, S, sums, O, anchor)
+    sizes = len(tall), len(tall) if state.S else 0, len(tall) if rule.muon_every > 1 else 0
+    W, S, sums, O = (tuple(unlay(group, tall, B)) for group in grouped(after, sizes))
+    return z, advance(rule, state, W, S, count * c, O, sums)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Many chunks at a time, and all of them as one step of autograd's.
+
+AT_ONCE = dict(cpu=100_000, cuda=2**26)                       # numbers; measured on a CPU, a guess for a GPU
+
+
+def stretches(parts, weights, alone):
+    """The chunks that are read together, as slices of all; the first is by itself if it has to be `alone`.
+
+    Together they share the calls of some fifty operations, but a temporary is memory, and on a CPU should be in its cache when it is
+    read: its numbers are a pair's for each of the most units that the weights have, as `lay` has them.
+    """
+    (count, N, n, _), device = parts.v.shape, parts.v.device
+    numbers, first = N * n * max(w.shape[-1] for w in weights), int(alone)
+    size = max(1, AT_ONCE.get(device.type, AT_ONCE["cpu"]) // numbers)
+    return [slice(0, 1)] * first + [slice(j, min(j + size, count)) for j in range(first, count, size)]
+
+
+def longest(cuts):
+    return max(now.stop - now.start for now in cuts)
+
+
+def repeated(M0, count, blocks=1):
+    """Each (N, k, wide) for so many chunks and blocks of them -> (count N blocks, k, wide)."""
+    return [m[None, :, None].expand(count, -1, blocks, -1, -1).flatten(0, 2) for m in M0]
 
 
 def merged(a):
@@ -227,46 +467,118 @@ def separate(tree, count):
     return list(zip(*(separate(a, count) for a in tree))) if tree else [()] * count
 
 
-AT_ONCE = dict(cpu=100_000, cuda=2**26)                       # numbers; measured on a CPU, a guess for a GPU
+def advance(rule, state, W, S, length, O=(), sums=()):
+    """The state `length` tokens on; at a chunk boundary the anchor moves to W."""
+    pos = (state.pos + length) % rule.chunk
+    return state._replace(W=W, S=S, anchor=state.anchor if pos else W, O=O if pos else (), sums=sums, pos=pos, zero=False)
 
 
-def stretches(parts, weights, alone):
-    """The chunks that are read together, as slices of all; the first is by itself if it has to be `alone`.
+def run(forward, backward, how, parts, *groups):
+    """forward(*how, parts, *groups), with a gradient if there may be one -> what is read, the matrices at the end."""
+    if not torch.is_grad_enabled():
+        with below_autograd():
+            return forward(*how, parts, *groups)
+    sizes = [len(group) for group in (parts, *groups)]
+    y, *after = Chunks.apply(forward, backward, how, sizes, *parts, *(a for group in groups for a in group))
+    return y, after
 
-    Together they share the calls of some fifty operations, but a temporary is memory, and on a CPU should be in its cache when it is
-    read: its numbers are a pair's for each of the most units that the weights have, as `lay` has them.
+
+class Chunks(torch.autograd.Function):
+    """All chunks of a run: they learn one after the other and are read many at a time; and their gradient.
+
+    Autograd of the same lines takes twice as long and keeps more: to it each product, sum and view is a step of its own, and it
+    keeps what is cheaper to compute again. `forward` and `backward` are plain_chunks and its gradient, or muon_chunks and its; `how`
+    their first arguments; then come the fields of Part and groups of matrices (M0, W, ..), of `sizes`. Returns what the last matrix reads
+    (chunks, N, c, D), then the groups at the end.
     """
-    (count, N, n, _), device = parts.v.shape, parts.v.device
-    numbers, first = N * n * max(w.shape[-1] for w in weights), int(alone)
-    size = max(1, AT_ONCE.get(device.type, AT_ONCE["cpu"]) // numbers)
-    return [slice(0, 1)] * first + [slice(j, min(j + size, count)) for j in range(first, count, size)]
+    compiled = False                                          # by omega.compile_chunks
+
+    @staticmethod
+    def forward(ctx, forward, backward, how, sizes, *tensors):
+        kept = []
+        parts, *groups = grouped(tensors, sizes)
+        with below_autograd():
+            y, after = forward(*how, Part(*parts), *groups[:-1], kept)
+        ctx.gradient, ctx.how, ctx.sizes, ctx.lengths = backward, how, sizes, [len(one) for one in kept]
+        ctx.save_for_backward(*tensors, *(a for one in kept for a in one))
+        ctx.set_materialize_grads(False)
+        return y, *after
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, *dafter):
+        if Chunks.compiled:                                   # on CUDA this is another thread, and each has limits of its own
+            compile_every_shape()
+        parts, *groups, kept = grouped(ctx.saved_tensors, ctx.sizes)
+        parts, (*kept, _) = Part(*parts), grouped(kept, ctx.lengths)
+        if dy is None:                                        # what was read is not used
+            dy = parts.v.new_zeros(*parts.xq.shape[:3], parts.v.shape[-1])
+        grads = parts.each(empty_like)
+        with torch.autocast(dy.device.type, enabled=False), below_autograd():                    # as in forward (models.py)
+            dgroups = ctx.gradient(*ctx.how, parts, *groups, kept, grads, dy, dafter)
+        return None, None, None, None, *grads, *(a for group in dgroups for a in group)
 
 
-def turn(a, tall):
-    return a.mT if tall else a
+def below_autograd():
+    """Within, autograd is not asked what it thinks of each view: a third of what a view costs. Not public, so torch may drop the name."""
+    return getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", nullcontext)()
 
 
-def lay(group, tall, B):
-    """Matrices (B, H, in, out) or (H, in, out) -> (B H, k, wide): the narrow side first, so the `tall` ones are transposed."""
-    return [turn(a, t).expand(B, *a.mT.shape[-3:-2], -1, -1).flatten(0, 1) for a, t in zip(group, tall)]
+def compile_every_shape():
+    """Every shape is compiled: by default the ninth would be eager."""
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1000
 
 
-def unlay(group, tall, B):
-    """(B H, k, wide) -> (B, H, in, out), the inverse of `lay`."""
-    return [turn(a.unflatten(0, (B, -1)), t) for a, t in zip(group, tall)]
+def grouped(items, sizes):
+    """The first items, so many a group; then a group of all others."""
+    items = iter(items)
+    return *(list(islice(items, n)) for n in sizes), list(items)
 
 
-def gradient_point(tall, M0, W):
-    """The weights to take gradients at, M0 + W, as memory.gradients wants them; both as `lay` has them, or empty for zero."""
-    both = [m + w for m, w in zip(M0, W)] if M0 and W else M0 or W
-    return [turn(w, t).flatten(0, -3) for w, t in zip(both, tall)]
+# ---------------------------------------------------------------------------------------------------------------------------
+# From here on the gradient of all that, written out for speed. A first reading needs none of it: autograd of omega_ref says the same.
+
+def empty_like(a):
+    """An empty tensor for the gradient of a, contiguous or feature-major as a is."""
+    return a.mT.new_empty(a.mT.shape).mT if memory.feature_major(a) else a.new_empty(a.shape)
 
 
-def carry(to, C, ends, across):
-    """to += keepprod W + u S, and momprod S, for C (N, s, k, wide) with W and S, or W alone, and the last of these numbers."""
-    to.addcmul_(C, ends)
-    if across is not None:
-        to[:, 0].addcmul_(C[:, 1], across)
+def put(grads, **fields):
+    """Writes (chunks N, ..) to the (chunks, N, ..) of a Part, or zeros for None."""
+    for name, value in fields.items():
+        to = getattr(grads, name)
+        if to is not None:
+            to.zero_() if value is None else to.copy_(value if value.shape == to.shape else value.view_as(to))
+
+
+def dots(t, a):
+    """t (N, n, s k), a (N, n, k) -> (N, n, s, 1): the gradient of coef in `scaled` and in `combined`."""
+    return (t.view(*a.shape[:2], -1, a.shape[2]) * a[:, :, None]).sum(-1, keepdim=True)
+
+
+def read_carried_backward(R, C, coef, M0, tall, reads, dz, dC=None):
+    """The gradient of read_carried, from dz (N, c, out) -> dR, dC, dcoef, dM0, as R, C, coef, M0 are; dC, dcoef, dM0 None without C, M0.
+
+    dC: where to write that of C.
+    """
+    dR = dM0 = None
+    if M0 is not None:
+        dR, dM0 = memory.transposed_product(dz, turn(M0, tall), R), memory.outer([(R, dz)], tall)
+    if C is None:
+        return dR, None, None, dM0
+    if tall:
+        dreads = scaled(dz, coef)
+        return memory.transposed_product(dreads, C.mT, R, dR), torch.bmm(dreads.mT, R, out=dC), dots(reads, dz), dM0
+    dscaled = torch.bmm(dz, C.mT)
+    return combined(dscaled, coef, dR), torch.bmm(scaled(R, coef).mT, dz, out=dC), dots(dscaled, R), dM0
+
+
+def write_backward(X, D, last, tall, dC):
+    """The gradient of write, from dC (N, s k, wide) -> dX, dD, dlast, as X, D, last are."""
+    a, b = (D, X) if tall else (X, D)
+    dscaled = memory.product(b, dC.mT)
+    da, db = combined(dscaled, last), memory.transposed_product(scaled(a, last), dC.mT, b)
+    return *((db, da) if tall else (da, db)), dots(dscaled, a)
 
 
 def carry_backward(dto, dC, ends, across):
@@ -274,67 +586,6 @@ def carry_backward(dto, dC, ends, across):
     dC.addcmul_(dto, ends)
     if across is not None:
         dC[:, 1].addcmul_(dto[:, 0], across)
-
-
-def ball_factors(rule, W, tall, count):
-    """What `Rule.bound` multiplies W by, which may be `count` matrices side by side."""
-    parts = turn(W, tall).chunk(count, -1)
-    factors = [rule.ball / torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True).clamp_min(rule.ball) for w in parts]
-    if count == 1:
-        return factors[0]
-    return turn(torch.cat([f.expand(-1, 1, w.shape[-1]) for f, w in zip(factors, parts)], -1), tall)
-
-
-def plus(a, b):
-    return b if a is None else a + b
-
-
-def repeated(M0, count, blocks=1):
-    """Each (N, k, wide) for so many chunks and blocks of them -> (count N blocks, k, wide)."""
-    return [m[None, :, None].expand(count, -1, blocks, -1, -1).flatten(0, 2) for m in M0]
-
-
-def nth(group, i):
-    return group[i] if group else None
-
-
-def longest(cuts):
-    return max(now.stop - now.start for now in cuts)
-
-
-def advance(rule, state, W, S, length, O=(), sums=()):
-    """The state `length` tokens on; at a chunk boundary the anchor moves to W."""
-    pos = (state.pos + length) % rule.chunk
-    return state._replace(W=W, S=S, anchor=state.anchor if pos else W, O=O if pos else (), sums=sums, pos=pos, zero=False)
-
-
-def firsts(rule):
-    """How many matrices of the memory read x itself."""
-    return 2 if rule.memory == "gated" else 1
-
-
-# ---------------------------------------------------------------------------------------------------------------------------
-# Without Newton-Schulz.
-
-def learn_chunk(rule, closes, tall, part, M0, C, anchor, after):
-    """One chunk (or a part of one) learns without Newton-Schulz: its last W_t (Eq 10) and S_t (Eq 33), written to `after`.
-
-    Matrices are as `lay` has them, W and S of each as C (N, s, k, wide), and so `after`; M0, C and the anchor are empty where they are
-    zero, zero, and the W of C.
-    -> for its gradient, what memory.gradients saves, for each pair (x_i, d_i) the d, then for all but the first the x; and what bounds
-    each matrix.
-    """
-    W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
-    pairs, (z, f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)        # Eq 16: all at the anchor
-    balls = []
-    for i, ((x, d), end) in enumerate(zip(pairs, after)):
-        write(x if i or part.write is None else part.write, d, part.last, tall[i], end.flatten(1, 2))
-        if C:
-            carry(end, C[i], part.ends, part.across)
-        if closes and rule.ball:
-            balls.append(ball_factors(rule, end[:, 0], tall[i], 1 if i else firsts(rule)))
-            end[:, 0].mul_(balls[i])
-    return z, f, *(d for _, d in pairs), *(x for x, _ in pairs[1:]), *balls
 
 
 def learn_chunk_backward(rule, tall, part, W, carried, saved, writes, pairs, factors, rows, balls, dd, da, dC, dafter):
@@ -393,23 +644,6 @@ def write_rest_backward(tall, part, C, writes, pairs, rows, reads, dafter):
     return dx, dlast, dends, dacross
 
 
-def read_chunks(rule, tall, part, pairs, C, M0):
-    """What all tokens read, at their own W_t: r_t W_t = r_t (keepprod_t W + u_t S + M0) + (P o R X^T) D, of any number of chunks (N, ..).
-
-    C and M0 of each matrix, or empty, for zero.
-    -> what the last matrix reads (N, c, D); for the gradient, what the others read and R X^T for the last one (or None, for a linear
-    memory), and that of read_carried.
-    """
-    rows, RX, z, before, reads = part.xq, part.inner, None, None, [None] * len(pairs)
-    for i, (x, d) in enumerate(pairs):
-        if i:                                                                    # what the others read is what the last one reads for
-            before, rows, RX = z, memory.hidden(rule.memory, z), None
-        RX = torch.bmm(rows, x.mT) if RX is None else RX
-        z, reads[i] = read_carried(rows, nth(C, i), part.coef, nth(M0, i), tall[i])
-        z = memory.add_product(z, part.P * RX, d)
-    return z, before, None if before is None else RX, *reads
-
-
 def read_chunks_backward(rule, tall, part, W, C, M0, saved, before, RX, reads, dz, dC):
     """The gradient of read_chunks -> those of part, M0, each d and the last x; the pairs, and what they were made of.
 
@@ -417,86 +651,29 @@ def read_chunks_backward(rule, tall, part, W, C, M0, saved, before, RX, reads, d
     """
     pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
     dM0, dd = ([None] * len(pairs) for _ in range(2))
-    dcoef = dP = dxk = dinner = da = None
+    dcoef = dP = dxk = dqk = da = None
     for i, (x, d) in reversed(list(enumerate(pairs))):
         if i:
             rows = memory.hidden(rule.memory, before)
         else:
-            rows, RX = part.xq, torch.bmm(part.xq, x.mT) if part.inner is None else part.inner
+            rows, RX = part.xq, torch.bmm(part.xq, x.mT) if part.qk is None else part.qk
         dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
         dP, dRX = dQ * RX if dP is None else dP.addcmul_(dQ, RX), dQ.mul_(part.P)
-        drows, _, more, dM0[i] = read_carried_backward(rows, nth(C, i), part.coef, nth(M0, i), tall[i], reads[i], dz, nth(dC, i))
+        drows, _, more, dM0[i] = read_carried_backward(
+            rows, nth_or_none(C, i), part.coef, nth_or_none(M0, i), tall[i], reads[i], dz, nth_or_none(dC, i))
         dcoef = plus(dcoef, more)
-        if not i and part.inner is not None:
-            dinner = dRX
+        if not i and part.qk is not None:
+            dqk = dRX
             continue
         drows, dX = memory.add_product(drows, dRX, x), torch.bmm(dRX.mT, rows)   # RX = R X^T
         if i:
             da, dz = dX, memory.hidden_backward(rule.memory, before, drows)
         else:
             dxk = dX
-    return Part(xq=drows, xk=dxk, v=None, write=None, inner=dinner, coef=dcoef, P=dP), dM0, dd, da, pairs, factors
+    return Part(xq=drows, xk=dxk, v=None, write=None, qk=dqk, coef=dcoef, P=dP), dM0, dd, da, pairs, factors
 
 
-def linear_chunks(rule, closes, tall, parts, M0, C, anchor, kept=None):
-    """All chunks -> what is read (chunks, N, c, D), C at the end. `kept` gets what the gradient needs: first C before each chunk and
-    after the last (chunks + 1, N, ..), then of each stretch.
-    """
-    (count, N, n, D), c, s, cuts = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2], stretches(parts, C or M0, not C)
-    room = 1 + (count if kept is not None else longest(cuts))
-    Cs = [w.new_empty(room, N, s, *w.shape[-2:]) for w in C or M0]
-    for a, b in zip(Cs, C):
-        a[0] = b
-    if kept is not None:
-        kept.append(Cs)
-    y, ones, starts = parts.v.new_empty(N, count, c, D).transpose(0, 1), parts.split(), repeated(M0, longest(cuts))
-    for now in cuts:
-        at = now.start if kept is not None else 0             # without a gradient to come, all stretches share the room of one
-        part, fresh, more, slots = parts.each(lambda a: a[now]), not C, [], list(zip(*(a[at:].unbind(0) for a in Cs)))
-        for j, one in enumerate(ones[now]):
-            more.append(learn_chunk(rule, closes, tall, one, M0, slots[j] if C else [], anchor, slots[j + 1]))
-            C, anchor = C or Cs, []                           # from here on there is something
-        z, f, *more = (joined(one) for one in zip(*more))
-        part = part.each(merged)
-        if rule.memory == "linear":
-            e, *balls = more
-            pairs = [(part.xk, e)]
-        else:
-            d, e, a, *balls = more
-            pairs = [(part.xk, d), (a, e)]
-        before = [] if fresh else [merged(a[at: at + j + 1]).flatten(1, 2) for a in Cs]
-        out, *reads = read_chunks(rule, tall, part, pairs, before, [m[: len(part.v)] for m in starts])
-        y[now] = out.unflatten(0, (-1, N))
-        if kept is not None:
-            kept.append((z, f, e, *reads, *balls))
-        elif now.stop < count:
-            for a in Cs:
-                a[0] = a[j + 1]
-    return y, [c.clone() for c in slots[j + 1]]
-
-
-def linear_chunks_backward(rule, closes, tall, parts, M0, C, anchor, kept, grads, dy, dafter):
-    """The gradient of linear_chunks -> that of M0, C, anchor; that of parts is written to `grads`.
-
-    dafter: that of C at the end, or None.
-    """
-    Cs, *kept = kept
-    if any(d is not None for d in dafter):                    # the state at the end is used
-        dafter = [torch.zeros_like(c[-1]) if d is None else d.clone() for c, d in zip(Cs, dafter)]
-    else:
-        dafter = ()
-    cuts, dM0, ones = stretches(parts, C or M0, not C), [None] * len(M0), parts.split()
-    starts = repeated(M0, longest(cuts))
-    for now, one in reversed(list(zip(cuts, kept))):
-        first = not now.start
-        more, dafter, danchor = linear_backward(
-            rule, tall, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), starts,
-            [] if first and not C else [c[now] for c in Cs], anchor if first else [], one, dy[now], dafter)
-        dM0 = [b if a is None else a.add_(b) for a, b in zip(dM0, more)]
-    return dM0, dafter, danchor
-
-
-def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, dafter):
+def plain_stretch_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, dafter):
     """The gradient of one stretch of chunks (`part`, one by one in `ones`) -> those of M0, of C before it, of the anchor.
 
     M0 is `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter is that of C after the stretch, or ().
@@ -508,7 +685,7 @@ def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, daft
     out, dM0, dd, da, pairs, factors = read_chunks_backward(
         rule, tall, flat, W, [c.flatten(1, 2) for c in C], M0, saved, before, RX, reads, merged(dy),
         [merged(d[:count]).flatten(1, 2) for d in dCs])
-    put(grads, xq=out.xq, inner=out.inner, P=out.P, coef=out.coef)
+    put(grads, xq=out.xq, qk=out.qk, P=out.P, coef=out.coef)
     dM0 = [d.unflatten(0, (count, N)).sum(0) for d in dM0] if M0 else []
 
     writes = [x if i or flat.write is None else flat.write for i, (x, _) in enumerate(pairs)]
@@ -541,66 +718,43 @@ def linear_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, daft
     return dM0, slots[0], dW if anchor else []
 
 
-def put(grads, **fields):
-    """Writes (chunks N, ..) to the (chunks, N, ..) of a Part, or zeros for None."""
-    for name, value in fields.items():
-        to = getattr(grads, name)
-        if to is not None:
-            to.zero_() if value is None else to.copy_(value if value.shape == to.shape else value.view_as(to))
+def plain_chunks_backward(rule, closes, tall, parts, M0, C, anchor, kept, grads, dy, dafter):
+    """The gradient of plain_chunks -> that of M0, C, anchor; that of parts is written to `grads`.
 
-
-def linear_run(rule, state, parts, B):
-    """Chunks without Newton-Schulz, of B sequences: the state before them, their Part
-
-    -> what the last matrix reads (chunks, N, c, D), and the state after them.
+    dafter: that of C at the end, or None.
     """
-    count, c, s = len(parts.v), parts.xq.shape[2], parts.ends.shape[2]
-    groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
-    tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])
-    M0, W, S, anchor = (lay(group, tall, B) for group in groups)
-    C = [] if state.zero else [torch.stack(ws, 1) for ws in zip(*([W, S] if S else [W]))]
-    if state.zero or not state.pos:                           # the anchor is W
-        anchor = []
-    how = rule, (state.pos + c) % rule.chunk == 0, tall
-    z, C = run(linear_chunks, linear_chunks_backward, how, parts, M0, C, anchor)
-    W, S = (memory.unpack(unlay([a[:, j] for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
-    return z, advance(rule, state, W, S, count * c)
+    Cs, *kept = kept
+    if any(d is not None for d in dafter):                    # the state at the end is used
+        dafter = [torch.zeros_like(c[-1]) if d is None else d.clone() for c, d in zip(Cs, dafter)]
+    else:
+        dafter = ()
+    cuts, dM0, ones = stretches(parts, C or M0, not C), [None] * len(M0), parts.split()
+    starts = repeated(M0, longest(cuts))
+    for now, one in reversed(list(zip(cuts, kept))):
+        first = not now.start
+        more, dafter, danchor = plain_stretch_backward(
+            rule, tall, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), starts,
+            [] if first and not C else [c[now] for c in Cs], anchor if first else [], one, dy[now], dafter)
+        dM0 = [b if a is None else a.add_(b) for a, b in zip(dM0, more)]
+    return dM0, dafter, danchor
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
-# With Newton-Schulz.
-
-def apart(rule, pairs):
-    """The pairs of packed matrices -> those of each matrix, which Newton-Schulz sees by itself."""
-    if rule.memory != "gated":
-        return pairs
-    (x, d), last = pairs
-    return [*((x, half) for half in d.chunk(2, -1)), last]
-
-
-def in_blocks(a, blocks, front, back):
-    """Rows (N, c, ..) of chunks -> (N blocks, m, ..) of their blocks, filled up (`padding`)."""
-    a = F.pad(a, (0, 0, front, back)) if front or back else a
-    return a.reshape(len(a) * blocks, -1, a.shape[2])
+def muon_write_backward(rule, tall, G, pairs, drows):
+    """The gradient of what pairs write to S -> that of G, of phi(k), of the last x, of each d (packed)."""
+    dG = dx = da = None
+    dd = []
+    for i, (x, d) in enumerate(unpacked_pairs(rule, pairs)):
+        dX, dD, more = write_backward(x, d, G, tall[i], drows[i].flatten(1, 2))
+        dG = plus(dG, more)
+        dd.append(dD)
+        if i < firsts(rule):
+            dx = plus(dx, dX)
+        else:
+            da = dX
+    return dG, dx, da, [torch.cat(dd[:2], -1), dd[2]] if len(dd) == 3 else dd
 
 
-def go_on(shares, W, o):
-    """Eq 32 from block to block: W before the first (or None, for a zero and a single block), O_j (N, blocks, k, wide)
-
-    -> W_j and O_j (N, blocks, 2, k, wide), or O_j alone for a W that is zero; W after the last block.
-    """
-    if o.shape[1] == 1:                                       # W_0 and O_0, each times its share: no work for a product
-        of_W, of_O = shares.view(-1, 2, 1, 1).unbind(1)
-        o = o[:, 0]
-        if W is None:
-            return o[:, None, None], of_O * o
-        return torch.stack([W, o], 1)[:, None], (of_O * o).addcmul_(of_W, W)
-    after = torch.bmm(shares[:, :, 1:], o.flatten(2)).view(o.shape)
-    after.addcmul_(shares[:, :, :1, None], W[:, None])        # not by the product: W stays float32 where products are TF32
-    return torch.stack([torch.cat([W[:, None], after[:, :-1]], 1), o], 2), after[:, -1]
-
-
-def go_on_backward(shares, held, dheld, dafter):
+def advance_blocks_backward(shares, held, dheld, dafter):
     """Adds to dheld, that of W_j and O_j, what they get through W after the last block; dheld[:, 0, 0] is then that of W_0.
 
     -> dshares. A single block of a W_0 that is zero has O_j alone.
@@ -617,52 +771,6 @@ def go_on_backward(shares, held, dheld, dafter):
     return torch.bmm(dafter, WO.flatten(2).mT)
 
 
-def muon_learn(rule, pos, closes, tall, part, M0, W, S, sums, O, anchor):
-    """One chunk (or a part of one) learns, with Newton-Schulz every `muon_every` tokens; it begins `pos` tokens into a block.
-
-    Matrices are as `lay` has them; W and S that are empty stand for zeros, the anchor for W. O is given if its first block does not take
-    Newton-Schulz anew: it is in progress, or there is none before it; `sums` is S_t summed over the block in progress, or that before
-    (empty for muon_every 1).
-    -> W_j and O_j of its blocks, as `go_on` has them; W, S, sums and O after it; for its gradient, what memory.gradients saves, what
-    Newton-Schulz sees (N, blocks, k, wide), one less with an O, the last S_t, what bounds each matrix, what Newton-Schulz saves.
-    """
-    r, c, G = part.G.shape[1], part.xq.shape[1], part.G.mT.contiguous()[..., None]
-    momprod = part.momprod[..., None] if S else None
-    at = memory.pack(gradient_point(tall, M0, anchor or W))
-    pairs, saved = memory.gradients(rule.memory, rule.loss, at, part.xk, part.v, rule.norm)      # Eq 16: all at the anchor
-    rows = []
-    for i, (x, d) in enumerate(apart(rule, pairs)):
-        s = write(x, d, G, tall[i]).unflatten(1, (r, -1))     # all rows in one product
-        if S:
-            s.addcmul_(momprod, S[i][:, None])                # Eq 33
-        if sums and pos:
-            s[:, 0].add_(sums[i])
-        rows.append(s)
-    S = []
-    if part.momprod is not None:
-        S, rows = [s[:, -1] for s in rows], [s[:, :-1] for s in rows]
-    seen = rows                                               # Eq 40: S_t itself
-    if rule.muon_every > 1:                                   # choice 15: for each block without an O, the sum of the one before it
-        seen = [s[:, :-1] for s in rows]
-        if not O:
-            seen = [torch.cat([a[:, None], s], 1) if s.shape[1] else a[:, None] for a, s in zip(sums, seen)]
-        sums = [s[:, -1] for s in rows]
-    new, ns = seen, []
-    if seen[0].shape[1]:
-        new, ns = orthogonalize(seen, *rule.newton_schulz, rule.ns_gram)
-    if O:
-        new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
-    if not W and new[0].shape[1] > 1:
-        W = [torch.zeros_like(o[:, 0]) for o in new]
-    held, W = zip(*(go_on(part.shares, W[i] if W else None, o) for i, o in enumerate(new)))
-    balls = []
-    if closes and rule.ball:
-        balls = [ball_factors(rule, w, t, 1) for w, t in zip(W, tall)]
-        W = [w * ball for w, ball in zip(W, balls)]
-    O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every and not closes else []
-    return held, W, S, sums, O, (*saved, *seen, *S, *balls, *ns)
-
-
 def muon_learn_backward(rule, pos, tall, part, S, seen, balls, ns, at, held, saved, pairs, factors, dheld, dW, dS, dsums, dO):
     """The gradient of muon_learn, from that of `held` (to which this adds), and of W, S, sums and O after it.
 
@@ -673,7 +781,7 @@ def muon_learn_backward(rule, pos, tall, part, S, seen, balls, ns, at, held, sav
     for i, (one, done) in enumerate(zip(held, dheld)):
         if dO:
             done[:, -1, -1].add_(dO[i])
-        dshares = plus(dshares, go_on_backward(part.shares, one, done, dW[i] * balls[i] if balls else dW[i]))
+        dshares = plus(dshares, advance_blocks_backward(part.shares, one, done, dW[i] * balls[i] if balls else dW[i]))
     new, dW = [d[:, :, -1] for d in dheld], [d[:, 0, 0] for d in dheld if d.shape[2] == 2]
     dO, dbefore, dmomprod = [], [], None
     if new[0].shape[1] > count:                               # the first block had an O
@@ -698,55 +806,13 @@ def muon_learn_backward(rule, pos, tall, part, S, seen, balls, ns, at, held, sav
     return named, dW, dS, dbefore, dO, [memory.outer(group, t) for group, t in zip(dat, tall)]
 
 
-def muon_write_backward(rule, tall, G, pairs, drows):
-    """The gradient of what pairs write to S -> that of G, of phi(k), of the last x, of each d (packed)."""
-    dG = dx = da = None
-    dd = []
-    for i, (x, d) in enumerate(apart(rule, pairs)):
-        dX, dD, more = write_backward(x, d, G, tall[i], drows[i].flatten(1, 2))
-        dG = plus(dG, more)
-        dd.append(dD)
-        if i < firsts(rule):
-            dx = plus(dx, dX)
-        else:
-            da = dX
-    return dG, dx, da, [torch.cat(dd[:2], -1), dd[2]] if len(dd) == 3 else dd
-
-
-def muon_held(held, coef):
-    """What the blocks of all chunks read: W_j and O_j; what is zero is left out.
-
-    held (chunks N, blocks, s, k, wide), coef (chunks N, blocks, m, 2, 1) -> (chunks N blocks, s k, wide), the coefficients.
-    """
-    coef = coef.flatten(0, 1)[:, :, -held[0].shape[2]:]      # of O_j alone, if W_0 is zero
-    return [h.flatten(0, 1).flatten(1, 2) for h in held], coef
-
-
-def muon_read(rule, fill, tall, C, coef, M0, xq):
-    """What all tokens of any number of chunks read, xq (N, c, E), block by block: r_t W_t = r_t (since_t W_j + own_t O_j + M0).
-
-    C and coef of muon_held, M0 `repeated` for all blocks, or empty; `fill` of padding.
-    -> (N, c, D); for the gradient, what the hidden units are made of (or None), and what read_carried keeps.
-    """
-    (N, c, _), reads = xq.shape, [None] * len(C)
-
-    def read(i, rows):
-        z, reads[i] = read_carried(in_blocks(rows, len(coef) // N, *fill), C[i], coef, nth(M0, i), tall[i])
-        return z.reshape(N, -1, z.shape[2])[:, fill[0]: fill[0] + c]
-
-    if rule.memory == "linear":
-        return read(0, xq), None, *reads
-    z = torch.cat([read(0, xq), read(1, xq)], -1) if firsts(rule) == 2 else read(0, xq)
-    return read(-1, memory.hidden(rule.memory, z)), z, *reads
-
-
 def muon_read_backward(rule, fill, tall, C, coef, M0, xq, z, reads, dy):
     """The gradient of muon_read -> that of C, coef, M0, xq."""
     (N, c, _), (dC, dcoef, dM0) = xq.shape, ([None] * len(C) for _ in range(3))
 
     def read_backward(i, rows, dz):
         rows, dz = (in_blocks(a, len(coef) // N, *fill) for a in (rows, dz))
-        drows, dC[i], dcoef[i], dM0[i] = read_carried_backward(rows, C[i], coef, nth(M0, i), tall[i], reads[i], dz)
+        drows, dC[i], dcoef[i], dM0[i] = read_carried_backward(rows, C[i], coef, nth_or_none(M0, i), tall[i], reads[i], dz)
         return drows.reshape(N, -1, drows.shape[2])[:, fill[0]: fill[0] + c]
 
     if rule.memory == "linear":
@@ -757,28 +823,24 @@ def muon_read_backward(rule, fill, tall, C, coef, M0, xq, z, reads, dy):
     return dC, sum(dcoef), dM0, dxq
 
 
-def muon_chunks(rule, pos, closes, tall, parts, M0, W, S, sums, O, anchor, kept=None):
-    """All chunks -> what is read (chunks, N, c, D); W, S, the sum of S_t and O at the end. `kept` gets what the gradient needs: of each
-    stretch, then of each of its chunks.
+def muon_stretch_backward(rule, pos, tall, part, grads, M0, starts, anchor, read, learned, dy):
+    """The gradient of what the chunks of a stretch read -> of each, what muon_learn_backward wants; the gradient of M0.
+
+    starts: M0 `repeated`, for as many chunks or more.
     """
-    (count, N, _, D), c, ones = parts.v.shape, parts.xq.shape[2], parts.split()
-    y, fill = parts.v.new_empty(N, count, c, D).transpose(0, 1), padding(pos, c, rule.muon_every)
-    cuts = stretches(parts, W or M0, not W)
-    starts = repeated(M0, longest(cuts), parts.coef.shape[2])
-    for now in cuts:
-        held, learned = [], []
-        for one in ones[now]:
-            blocks, W, S, sums, O, saved = muon_learn(rule, pos, closes, tall, one, M0, W, S, sums, O, anchor)
-            held.append(blocks)
-            learned += [] if kept is None else [saved]
-            anchor = []
-        held = [joined(a) for a in zip(*held)]
-        C, coef = muon_held(held, merged(parts.coef[now]))
-        out, *reads = muon_read(rule, fill, tall, C, coef, [m[: len(coef)] for m in starts], merged(parts.xq[now]))
-        y[now] = out.unflatten(0, (-1, N))
-        if kept is not None:
-            kept += [(*held, *reads), *learned]
-    return y, [a.clone() for a in (*W, *S, *sums, *O)]
+    (held, (z,), reads), count = grouped(read, (len(tall), 1)), len(learned)
+    (_, blocks, s, *_), fill = held[0].shape, padding(pos, part.xq.shape[1], rule.muon_every)
+    C, coef = muon_held(held, part.coef)
+    starts = [m[: len(coef)] for m in starts]
+    dC, dcoef, dM0, dxq = muon_read_backward(rule, fill, tall, C, coef, starts, part.xq, z, reads, dy)
+    put(grads, xq=dxq, coef=F.pad(dcoef, (0, 0, 2 - s, 0)))
+    dC = [d.view_as(h) for d, h in zip(dC, held)]
+    dM0 = [d.view(count, -1, blocks, *d.shape[1:]).sum((0, 2)) for d in dM0] if M0 else []
+    W = [h[:, 0, 0].unflatten(0, (count, -1)) for h in held] if s == 2 else []
+    at = memory.pack(gradient_point(tall, M0, anchor or W))
+    saved = tuple(joined(a) for a in zip(*(saved for saved, *_ in learned)))
+    pairs, factors = memory.gradients_again(rule.memory, at, part.xk, saved)
+    return separate((at, held, saved, pairs, factors, dC), count), dM0
 
 
 def muon_chunks_backward(rule, pos, closes, tall, parts, M0, W, S, sums, O, anchor, kept, grads, dy, dafter):
@@ -812,43 +874,3 @@ def muon_chunks_backward(rule, pos, closes, tall, parts, M0, W, S, sums, O, anch
             if not anchor:
                 dW = [w.add_(d) for w, d in zip(dW, dat)]
     return dM0, dW if W else [], dS, dsums if sums else [], dO, dat if anchor else []
-
-
-def muon_stretch_backward(rule, pos, tall, part, grads, M0, starts, anchor, read, learned, dy):
-    """The gradient of what the chunks of a stretch read -> of each, what muon_learn_backward wants; the gradient of M0.
-
-    starts: M0 `repeated`, for as many chunks or more.
-    """
-    (held, (z,), reads), count = grouped(read, (len(tall), 1)), len(learned)
-    (_, blocks, s, *_), fill = held[0].shape, padding(pos, part.xq.shape[1], rule.muon_every)
-    C, coef = muon_held(held, part.coef)
-    starts = [m[: len(coef)] for m in starts]
-    dC, dcoef, dM0, dxq = muon_read_backward(rule, fill, tall, C, coef, starts, part.xq, z, reads, dy)
-    put(grads, xq=dxq, coef=F.pad(dcoef, (0, 0, 2 - s, 0)))
-    dC = [d.view_as(h) for d, h in zip(dC, held)]
-    dM0 = [d.view(count, -1, blocks, *d.shape[1:]).sum((0, 2)) for d in dM0] if M0 else []
-    W = [h[:, 0, 0].unflatten(0, (count, -1)) for h in held] if s == 2 else []
-    at = memory.pack(gradient_point(tall, M0, anchor or W))
-    saved = tuple(joined(a) for a in zip(*(saved for saved, *_ in learned)))
-    pairs, factors = memory.gradients_again(rule.memory, at, part.xk, saved)
-    return separate((at, held, saved, pairs, factors, dC), count), dM0
-
-
-def muon_run(rule, state, parts, B):
-    """Chunks with Newton-Schulz; arguments and returns of linear_run."""
-    count, c, pos = len(parts.v), parts.xq.shape[2], state.pos
-    tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
-    rule = rule._replace(ns_gram=rule.ns_gram and exact_products(parts.v.device))
-    how = rule, pos % rule.muon_every, (pos + c) % rule.chunk == 0, tall
-    M0, W, S, sums, O, anchor = (
-        lay(group, tall, B) for group in (state.M0, state.W, state.S, state.sums, state.O, state.anchor))
-    if rule.muon_every > 1 and not sums:                      # before the first block there is nothing
-        O = [torch.zeros_like(w) for w in W]
-    if state.zero:
-        W, S = [], []
-    if state.zero or not pos:                                 # the anchor is W
-        anchor = []
-    z, after = run(muon_chunks, muon_chunks_backward, how, parts, M0, W, S, sums, O, anchor)
-    sizes = len(tall), len(tall) if state.S else 0, len(tall) if rule.muon_every > 1 else 0
-    W, S, sums, O = (tuple(unlay(group, tall, B)) for group in grouped(after, sizes))
-    return z, advance(rule, state, W, S, count * c, O, sums)

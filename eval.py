@@ -3,7 +3,7 @@
     python eval.py --ckpt out                       loss of the validation split: whole, streamed, and by position
     python eval.py --ckpt out --stream 1000000      the same, and a million tokens: no NaN, and memory flat where the
                                                     state does not hold every token, or exit code 1
-    python eval.py --task mqar --model atlas        train a small model to recall one of four pairs that it saw
+    python eval.py --task mqar --model atlas        train a small model to recall four pairs that it saw once
     python eval.py --task mqar --model titans --window 4 --pairs 2 4     any preset, any field of models.Config
 
 Loss by position tells whether more context helps: attention gets nothing from beyond its window, a memory only what it
@@ -216,7 +216,8 @@ def parse(argv=None):
     train.add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=("vocab_size",))
     args = parser.parse_args(argv)
     args.config = {name: value for name, value in vars(args).items() if name not in own}
-    args.batch_size = args.batch_size or (32 if args.task == "mqar" else 8)
+    if args.batch_size is None:
+        args.batch_size = 32 if args.task == "mqar" else 8
     for name, low in dict(batch_size=1, length=0, windows=1, stream=0, threads=0, steps=1, seed=0).items():
         if not low <= getattr(args, name) < train.LIMIT:
             parser.error(f"{train.flag(name)} must be at least {low} and below 2^31")

@@ -32,14 +32,16 @@ import torch
 import torch.nn.functional as F
 
 MEMORIES = ("linear", "mlp", "gated")
-LOSSES = ("l2", "dot", "huber", "lp")                         # a new one needs its line in loss, error, error_backward and test_losses,
-CURVED = ("huber", "lp")                                      # a place here if error's slope is not constant, and in `target` if not of y - v
+# a new loss needs its line in loss, error, error_backward and test_losses; a place in CURVED if the slope of its error is not constant; and
+# one in `target` if its error is not a function of y - v
+LOSSES = ("l2", "dot", "huber", "lp")
+CURVED = ("huber", "lp")
 EPS = 1e-6                                                    # of the norm
 LP = 3                                                        # MIRAS' Moneta: |y - v|_p^p with p = 3
 
 
 def shapes(kind, e, f, d):
-    """The shapes of the weights W of a memory from E features through F hidden units to D outputs."""
+    """The shapes of the weights W of a memory from E features through f hidden units to D outputs."""
     return {"linear": [(e, d)], "mlp": [(e, f), (f, d)], "gated": [(e, f), (e, f), (f, d)]}[kind]
 
 
@@ -49,8 +51,10 @@ def apply(kind, W, x, r, norm=False):
         f = x @ W[0]
     elif kind == "mlp":
         f = F.gelu(x @ W[0]) @ W[1]                                              # Eq 42
-    else:
+    elif kind == "gated":
         f = (F.gelu(x @ W[0]) * (x @ W[1])) @ W[2]                               # Eq 43
+    else:
+        raise ValueError(f"no memory {kind!r}; choose one of {', '.join(MEMORIES)}")
     return output(kind, f, r, norm)
 
 

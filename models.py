@@ -69,7 +69,7 @@ class Config:
     chunk: int = opt(64, "tokens that share one gradient point (the paper's b)", low=1)
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
     muon: bool = opt(True, "Newton-Schulz on the momentum, Eq 32")
-    muon_every: int = opt(64, "tokens from one Newton-Schulz to the next, which sees all of them; 1 is the paper's Eq 40", low=1,
+    muon_every: int = opt(64, "tokens from one Newton-Schulz to the next, which sees all of them; at most --chunk; 1 is the paper's Eq 40", low=1,
                           hint="; --no-muon for none")
     ns_steps: int = opt(5, "Newton-Schulz iterations", low=1)
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", choices=tuple(COEFFICIENTS))
@@ -107,6 +107,8 @@ class Config:
             raise ValueError(f"attention turns pairs of numbers: --head-dim must be even, not {self.head_dim}")
         if self.wiring != "lmm" and not self.attn_window:
             raise ValueError(f"--wiring {self.wiring} needs an --attn-window of at least 1")
+        if self.features == "sketch" and self.degree != 2:
+            raise ValueError(f"--features sketch is of degree 2, not {self.degree}; take --features monomial")
         if self.muon and self.features == "exp":
             raise ValueError("--features exp has no finite weights for Newton-Schulz; add --no-muon")
 
@@ -237,7 +239,10 @@ unit = Unit.apply
 def init_apart(layer):
     """Starting values for a layer in a model of your own: all zeros are dead. LM draws again, with the seed where it was."""
     device = next(layer.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if cuda else []):
+        seed = int(torch.randint(2**31, (), device=device if cuda else "cpu"))   # else the program's next numbers would be these once more
+        torch.cuda.manual_seed(seed) if cuda else torch.default_generator.manual_seed(seed)
         layer.init()
 
 
@@ -247,7 +252,11 @@ class MemoryState(NamedTuple):
 
 
 class Memory(nn.Module):
-    """The layer that learns at test time (Figure 3, right): projections, convolution, gates, the Omega rule, norm, output gate."""
+    """The layer that learns at test time (Figure 3, right): projections, convolution, gates, the Omega rule, norm, output gate.
+
+    With `muon`, what a token writes is read from the next block of `muon_every` tokens on: a sequence of at most that many reads M0 alone,
+    and its values get no gradient. For short sequences take muon=False, or a small muon_every.
+    """
     conv_width = 4
 
     def __init__(self, config):
@@ -609,7 +618,7 @@ class LM(nn.Module):
 
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
         """Yield max_new_tokens times the next token (B,), given tokens (B, T); every one costs the same, as long as the state does
-        not grow (it does with full attention, and with exp features).
+        not grow (it does with full attention, and with exp features). Call eval() first where there is dropout.
 
         temperature 0 takes the most likely token; top_k 0 and top_p 1 are off. ValueError for an empty prompt.
         """
@@ -636,8 +645,8 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     return order.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
 
-def build(preset="atlas", **overrides):
-    """A language model: a preset's differences from Config's defaults, then `overrides` (fields of Config).
+def configure(preset="atlas", **overrides):
+    """A preset's differences from Config's defaults, then `overrides` (fields of Config) -> Config.
 
     Raises ValueError for an unknown preset, field or value.
     """
@@ -646,7 +655,12 @@ def build(preset="atlas", **overrides):
     unknown = set(overrides) - {f.name for f in fields(Config)}
     if unknown:
         raise ValueError(f"unknown field {', '.join(sorted(unknown))}; Config has {', '.join(f.name for f in fields(Config))}")
-    return LM(Config(**{**PRESETS[preset], **overrides}))
+    return Config(**{**PRESETS[preset], **overrides})
+
+
+def build(preset="atlas", **overrides):
+    """A language model: LM(configure(preset, **overrides))."""
+    return LM(configure(preset, **overrides))
 
 
 def detach(state):

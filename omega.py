@@ -19,9 +19,17 @@ products a chunk: at a fixed anchor a token's gradient is x^T d, so
     r_t W_t = keepprod * (R W_0) + u * (R S_0) + (P o (R X^T)) D    for all rows r_t at once: attention with P for a softmax
 
 with A[t, n] = prod keep_{n+1..t}, Theta[t, n] = prod momentum_{n+1..t}; keepprod_t and momprod_t are the products from the chunk's first
-token to t, W_0 and S_0 the memory and its momentum before the chunk, r_t, x_i and d_i the rows of R, X and D (in this formula alone not
+token to t, W_0 and S_0 one matrix and its momentum before the chunk (not W[0], the first matrix of a memory, nor M0, where a text began), r_t, x_i and d_i the rows of R, X and D (in this formula alone not
 the head dim), and o multiplies elementwise. No per-token weight is formed. With Newton-Schulz one W and one sum of S_t for each m-token
 block are, and r_t W_t is two products with that block's weights.
+
+P for c = 3, window = 2, no momentum, and a pair 0 from before the chunk (k, s, g for keep, step, gate): each row is the one above times
+keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and once more at token 3, has faded once by then:
+
+                  pair 0        pair 1                   pair 2                   pair 3
+    -P = token 1  s1 g[1,0]     s1 g[1,1]                0                        0
+         token 2  k2 s1 g[1,0]  k2 s1 g[1,1] + s2 g[2,1] s2 g[2,2]                0
+         token 3  k3 k2 ..      k3 (the one above)       k3 s2 g[2,2] + s3 g[3,2] s3 g[3,3]
 
 Here is all that depends on the gates alone (`mixing`), and the way from tokens to chunks and back; chunks.py computes the products.
 N stands for B H, c for the tokens of a chunk, n for the pairs they learn from.
@@ -73,14 +81,14 @@ class Rule(NamedTuple):
 
 class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network; see the table in memory.py."""
-    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; its gradient is good to eps / keep with Newton-Schulz
+    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; with Newton-Schulz its gradient is off by eps / keep
     step: torch.Tensor                                        # (B, H, T)
     momentum: torch.Tensor | None                             # (B, H, T) in (0, 1): at 0 its gradient is lost in the log; None for none
     gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
 
 
 class State(NamedTuple):
-    """All that the rule carries from token t to t + 1, the same size for every t (but for `exp` features, which keep all keys)."""
+    """All that the rule carries from token t to t + 1, of bounded size (but for `exp` features, which keep all keys)."""
     M0: tuple                                                 # matrices (H, in, out) that W is counted from; () for zero
     W: tuple                                                  # W_t (less M0), matrices (B, H, in, out)
     S: tuple                                                  # S_t, or () without momentum
@@ -165,6 +173,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 # The chunk-parallel form.
 
 def log(gate):
+    """log of a gate in [0, 1]; 0 counts as the smallest number, so that no -inf enters a difference of logs, and gets no gradient."""
     return gate.clamp_min(torch.finfo(gate.dtype).tiny).log()
 
 
@@ -228,22 +237,36 @@ def band(gate):
 def mixing(rule, gates, pos):
     """What depends on the gates alone, for chunks whose gates are (..., c) and (..., c, window): a dict of fields of chunks.Part.
 
-    With Newton-Schulz their first token is the pos-th of its block; G has a row for each block's sum of S_t, and with momentum one
-    for the last S_t.
+    With Newton-Schulz their first token is the pos-th of its block.
     """
-    c, m = gates.keep.shape[-1], rule.muon_every
-    if not m:                                                 # the rule itself, for the coefficients of W_0, S_0 and the pairs
-        keepprod, minus_step = cumprod(gates.keep), -gates.step[..., None]
-        if gates.momentum is None:
-            P, P_last = recur(gates.keep, band(minus_step * gates.gate))
-            return dict(coef=keepprod[..., None], P=P, last=P_last[..., None, None], ends=keepprod[..., -1:, :, None])
-        momprod, (G, G_last) = cumprod(gates.momentum), recur(gates.momentum, band(gates.gate))      # Eq 33, 39
-        (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
-        coef, last = torch.stack([keepprod, u], -2), torch.stack([P_last, G_last], -1)[..., None]
-        ends = torch.cat([a[..., -1:, :] for a in (keepprod, momprod)], -2)[..., None]
-        return dict(coef=coef, P=P, last=last, ends=ends, across=u_last[..., None])
-    blocks, fill = -(-(pos + c) // m), chunks.padding(pos, c, m)                 # tokens that are not there keep all and write nothing
-    like = dict(dtype=gates.gate.dtype, device=gates.gate.device)
+    return muon_mixing(gates, rule.muon_every, pos) if rule.muon_every else plain_mixing(gates)
+
+
+def plain_mixing(gates):
+    """The rule itself, run on what multiplies W_0, S_0 and each x_i^T d_i instead of on matrices.
+
+        G_t = momentum_t * G_{t-1} + Gate_t,   momprod_t            S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i         Eq 33, 39
+        P_t = keep_t * P_{t-1} - step_t * G_t,   keepprod_t, u_t    W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
+    """
+    keepprod, minus_step = cumprod(gates.keep), -gates.step[..., None]
+    if gates.momentum is None:                                # S_t is g_t: G is Gate, and there is no S_0
+        P, P_last = recur(gates.keep, band(minus_step * gates.gate))
+        return dict(coef=keepprod[..., None], P=P, last=P_last[..., None, None], ends=keepprod[..., -1:, :, None])
+    momprod, (G, G_last) = cumprod(gates.momentum), recur(gates.momentum, band(gates.gate))
+    (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
+    coef, last = torch.stack([keepprod, u], -2), torch.stack([P_last, G_last], -1)[..., None]
+    ends = torch.cat([a[..., -1:, :] for a in (keepprod, momprod)], -2)[..., None]
+    return dict(coef=coef, P=P, last=last, ends=ends, across=u_last[..., None])
+
+
+def muon_mixing(gates, m, pos):
+    """The same where Newton-Schulz stands between S and W, so that only what is before it, and what is after it, can be mixed.
+
+    Before: G and momprod, summed over the tokens of each block, for that sum is what it sees; with momentum one row more, of the last S_t.
+    After, in a block whose O is fixed: W_t = since_t W_j + own_t O_j, and from block to block `shares`.
+    """
+    c, like = gates.keep.shape[-1], dict(dtype=gates.gate.dtype, device=gates.gate.device)
+    blocks, fill = -(-(pos + c) // m), chunks.padding(pos, c, m)
     rows, momprod = torch.eye(blocks, **like)[torch.arange(pos, pos + c, device=gates.gate.device) // m], None   # (c, blocks): t is in j
     if gates.momentum is not None:                            # Eq 39: sums over these t of Theta[t, n], which goes back from n + 1 to n
         rows = torch.cat([rows, torch.eye(c, **like)[:, -1:]], -1).expand(*gates.momentum.shape, -1)
@@ -251,6 +274,7 @@ def mixing(rule, gates, pos):
         momprod = gates.momentum[..., :1, None] * rows[..., :1, :].mT
     diagonals = enumerate(gates.gate.unbind(-1))              # of Gate, for the rows are few
     G = sum(F.pad(rows.mT * g[..., None, :], (j, gates.gate.shape[-1] - 1 - j)) for j, g in diagonals)
+    # tokens that fill up a block keep all (keep 1) and write nothing (step 0)
     keep, minus_step = (F.pad(a, fill, value=x).unflatten(-1, (blocks, -1)) for a, x in ((gates.keep, 1.0), (-gates.step, 0.0)))
     own, own_last = recur(keep, minus_step[..., None])
     kept, A = decay(log(keep).sum(-1))
@@ -281,14 +305,14 @@ def omega(rule, phi, q, k, v, gates, state):
     ys, t = [], 0
     for length, count in cuts(T, state.pos, rule.chunk):      # the rest of a chunk in progress; whole chunks; a chunk begun
         now, seen = slice(t, t + length * count), slice(t, t + length * count + w - 1)
-        fold = lambda a: by_chunk(a[:, :, now].unflatten(2, (count, length)))                     # (chunks, N, c, ..)
-        look = lambda a: by_chunk(Overlapping.apply(a[:, :, seen], length, length + w - 1))      # (chunks, N, n, ..)
-        cq, ck, cv = fold(q), look(ks), look(targets)
-        cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (fold(xq), look(xk))
-        inner = phi.inner(cq, ck) if phi.kind in ("monomial", "exp") and not rule.muon_every else None
-        mix = mixing(rule, Gates(*(g if g is None else fold(g) for g in gates)), state.pos % max(1, rule.muon_every))
-        parts = chunks.Part(cxq, cxk, cv, None if write_xk is None else look(write_xk), inner, **mix)
-        z, state = (chunks.muon_run if rule.muon_every else chunks.linear_run)(rule, state, parts, len(q))
+        tokens = lambda a: by_chunk(a[:, :, now].unflatten(2, (count, length)))                   # (chunks, N, c, ..)
+        pairs = lambda a: by_chunk(Overlapping.apply(a[:, :, seen], length, length + w - 1))     # (chunks, N, n, ..)
+        cq, ck, cv = tokens(q), pairs(ks), pairs(targets)
+        cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (tokens(xq), pairs(xk))
+        qk = phi.inner(cq, ck) if phi.kind in ("monomial", "exp") and not rule.muon_every else None
+        mix = mixing(rule, Gates(*(g if g is None else tokens(g) for g in gates)), state.pos % max(1, rule.muon_every))
+        parts = chunks.Part(cxq, cxk, cv, None if write_xk is None else pairs(write_xk), qk, **mix)
+        z, state = (chunks.muon_run if rule.muon_every else chunks.plain_run)(rule, state, parts, len(q))
         z = z.unflatten(1, (len(q), -1)).movedim(0, 2).flatten(2, 3)                              # (B, H, T, D)
         ys.append(memory.output(rule.memory, z, q[:, :, now], rule.norm))
         t = now.stop
@@ -335,7 +359,7 @@ def compile_chunks(**options):
     Every shape by itself: they are few, and inductor (torch 2.13) gets the strides of some gradients wrong that are to fit all lengths.
     """
     chunks.Chunks.compiled = True
-    chunks.unlimited()
+    chunks.compile_every_shape()
     options.setdefault("dynamic", False)
     for module, name in COMPILED:
         f = getattr(module, name)

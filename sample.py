@@ -14,7 +14,7 @@ import sys
 import torch
 
 from data import Parser, UserError
-from train import LIMIT, encode_prompt, load_checkpoint, nobody_reads, pick_device, rebuild, tune_cpu, write
+from train import LIMIT, continue_text, encode_prompt, load_checkpoint, nobody_reads, pick_device, rebuild, tune_cpu
 
 
 def at_least(kind, low, high=math.inf):
@@ -92,7 +92,7 @@ def speak(args):
         if i:
             print("---------------", flush=True)
         print(prompt, end="", flush=True)
-        for piece in until(args.stop, write(model, tokenizer, ids, args.tokens, **how)):
+        for piece in until(args.stop, continue_text(model, tokenizer, ids, args.tokens, **how)):
             print(piece, end="", flush=True)
         print(flush=True)
 

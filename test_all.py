@@ -1540,6 +1540,8 @@ def test_bad_configurations():
                        (lambda: models.build("atlas", dropout=math.nan), "dropout"), (lambda: models.build("atlas", dropout=1.0), "dropout"),
                        (lambda: models.build("atlas", max_norm=math.inf), "max-norm"), (lambda: models.build("atlas", max_step=-1.0), "max-step"),
                        (lambda: models.build("atlas", memory_branch=False), "no-memory-branch"),
+                       (lambda: models.configure("omeganet", features="sketch", degree=3), "degree 2, not 3"),
+                       (lambda: memory.apply("cubic", [x := torch.ones(1, 1)] * 3, x, x), "gated"),
                        (lambda: models.build("swa", wiring="mag"), "memory"), (lambda: models.build("atlas", window="8"), "--window .* int"),
                        (lambda: models.build("atlas", n_layer=2.0), "--n-layer .* int, not 2.0"), (lambda: models.build("atlas", muon="no"), "bool"),
                        (lambda: models.build("atlas", max_norm=None), "--max-norm .* float")]:
@@ -1563,6 +1565,13 @@ def test_a_layer_in_another_model_learns(more):
         assert all(0 < p.grad.norm() < 10 for p in layer.parameters())
         optimizer.step()
     assert 0.01 < layer(x)[0].std() < 10 and losses[-1] < 0.9 * losses[0]
+
+
+def test_a_layer_draws_numbers_of_its_own():
+    """The seed stays where it was, so the next numbers of the program are those that the layer began with, unless it draws others."""
+    layer = models.Memory(models.configure("omeganet", n_embd=16, n_head=2, head_dim=8))
+    n = layer.conv.numel()
+    assert not torch.allclose(torch.randn(n), layer.conv.detach().flatten() * models.Memory.conv_width ** 0.5)
 
 
 @pytest.mark.parametrize("wiring", models.WIRINGS)
@@ -3241,9 +3250,9 @@ def test_half_a_character_is_never_written():
     class Model(torch.nn.Linear):
         def generate(self, tokens, n, **_):
             yield from (torch.tensor([i]) for i in ids[:n])
-    pieces = list(train.write(Model(1, 1), tokenizer, [10], len(ids)))
+    pieces = list(train.continue_text(Model(1, 1), tokenizer, [10], len(ids)))
     assert "".join(pieces) == "h\u00e9 \u4e16\U0001f642" and not any("\ufffd" in p for p in pieces) and len(pieces) > 4
-    assert "".join(train.write(Model(1, 1), tokenizer, [10], 2)) == "h\ufffd"             # cut off in the middle
+    assert "".join(train.continue_text(Model(1, 1), tokenizer, [10], 2)) == "h\ufffd"             # cut off in the middle
 
 
 def python(*argv, **more):
@@ -3579,7 +3588,7 @@ def test_resident_memory_of_any_system(monkeypatch):
     (["--ckpt", "/no/such"], "/no/such"), (["--window", "3"], "--window"), (["--wat"], "--wat"), (["--batch-size", "-1"], "--batch-size"),
     (["--task", "mqar", "--window", "0"], "--window"), (["--task", "mqar", "--pairs", "40"], "pairs"),
     (["--task", "mqar", "--model", "gpt"], "transformer"), (["--stream", "-5"], "--stream"), (["--lr", "1"], "--lr"),
-    (["--task", "mqar", "--stream", "5"], "--stream"), (["--task", "mqar", "--seed", str(10**13)], "--seed"), (["--threads", str(10**11)], "--threads")])
+    (["--task", "mqar", "--stream", "5"], "--stream"), (["--task", "mqar", "--batch-size", "0"], "--batch-size"), (["--task", "mqar", "--seed", str(10**13)], "--seed"), (["--threads", str(10**11)], "--threads")])
 def test_eval_mistakes_are_one_line(argv, names, capsys):
     try:
         code = eval.main(argv)
@@ -3753,9 +3762,9 @@ MUTANTS = [
      "test_chunks_read_together[titans-5]"),
     ("gradient of chunks read together: of M0 from the last of them", "chunks.py", "(count, N)).sum(0)", "(count, N))[-1]",
      "test_chunks_read_together[from rest-5]"),
-    ("chunks read together all read W before the first", "chunks.py", "merged(a[at: at + j + 1])", "merged(a[at: at + 1].expand(j + 1, *a.shape[1:]))",
+    ("chunks read together all read W before the first", "chunks.py", "merged(a[at: at + size])", "merged(a[at: at + 1].expand(size, *a.shape[1:]))",
      "test_chunks_read_together[omeganet-5]"),
-    ("without a gradient: a stretch begins with the W that the one before it began with", "chunks.py", "                a[0] = a[j + 1]", "                pass",
+    ("without a gradient: a stretch begins with the W that the one before it began with", "chunks.py", "                a[0] = a[size]", "                pass",
      "test_chunks_read_together[omeganet-2]"),
     ("chunks of Newton-Schulz read together take turns at the wrong M0", "chunks.py", "m[None, :, None].expand(", "m.flip(0)[None, :, None].expand(",
      "test_chunks_read_together[atlas, from rest-5]"),
@@ -3861,13 +3870,13 @@ MUTANTS = [
     ("the state keeps idle pairs", "omega.py", "max(T + idle, missing), T), v", "max(T, missing), T), v", "test_omega_splits_anywhere"),
     ("first windows off by one", "omega.py", "(i >= missing)", "(i > missing)", "test_swla_by_brute_force"),
     ("first windows see padding", "omega.py", "(i >= missing)", "(i >= 0)", "test_omega_is_omega_ref[omeganet]"),
-    ("no momentum inside a chunk", "omega.py", "recur(gates.momentum, band(gates.gate))  ", "recur(0 * gates.momentum, band(gates.gate))  ", "test_titans"),
+    ("no momentum inside a chunk", "omega.py", "recur(gates.momentum, band(gates.gate))\n", "recur(0 * gates.momentum, band(gates.gate))\n", "test_titans"),
     ("momentum dropped from the carried state", "chunks.py", "state, W, S, count * c)",
      "state, W, tuple(0 * s for s in S), count * c)", "test_omega_splits_anywhere"),
     ("window truncated at the end of a call", "omega.py", "k=tail(ks, max(T + idle, missing), T), v=tail(vs, max(T + idle, missing), T)",
      "k=ks[:, :, :0], v=vs[:, :, :0]", "test_omega_splits_anywhere"),
-    ("every position reads with the chunk's last decay (Todd_Atlas)", "chunks.py", "= read_carried(rows, nth(C, i), part.coef,",
-     "= read_carried(rows, nth(C, i), part.coef[:, -1:].expand_as(part.coef),", "test_causal"),
+    ("every position reads with the chunk's last decay (Todd_Atlas)", "chunks.py", "= read_carried(rows, nth_or_none(C, i), part.coef,",
+     "= read_carried(rows, nth_or_none(C, i), part.coef[:, -1:].expand_as(part.coef),", "test_causal"),
     ("one memory for the whole batch (Atlas-MAG_OmegaRule)", "chunks.py", "return state._replace(W=W,",
      "return state._replace(W=tuple(w.mean(0, keepdim=True).expand_as(w) for w in W),", "test_rows_are_independent"),
     ("queries and keys in different feature spaces (atlas-pytorch)", "omega.py", "(phi(cq), phi(ck))", "(phi(cq.roll(1, -1)), phi(ck))",
@@ -3948,8 +3957,10 @@ MUTANTS = [
      "test_a_state_holds_no_prompt[swa]"),
     ("the last pairs hold the prompt", "omega.py", "v=tail(vs, max(T + idle, missing), T))", "v=vs[:, :, max(T + idle, missing):])",
      "test_a_state_holds_no_prompt[omeganet]"),
+    ("layers used apart draw what comes next", "models.py", 'int(torch.randint(2**31, (), device=device if cuda else "cpu"))', "0",
+     "test_a_layer_draws_numbers_of_its_own", "torch.default_generator.manual_seed(seed)", "None"),
     ("layers used apart are dead", "models.py", "        layer.init()\n", "        pass\n", "test_a_layer_in_another_model_learns"),
-    ("layers used apart move the seed", "models.py", "with torch.random.fork_rng([device] if device.type == \"cuda\" else []):", "if True:",
+    ("layers used apart move the seed", "models.py", "with torch.random.fork_rng([device] if cuda else []):", "if True:",
      "test_a_model_draws_what_it_always_drew"),
     ("a field of any type", "models.py", "(int, float) if f.type is float else f.type):", "object):", "test_bad_configurations"),
     ("no whole number for a float", "models.py", "(int, float) if f.type is float else f.type):", "f.type):", "test_bad_configurations"),

@@ -5,7 +5,8 @@
     python train.py --data my.txt --window 1 --no-muon   your own text; every field of models.Config is a flag
     python train.py --resume                             go on exactly where OUT/ckpt.pt stopped
     python train.py --init out --data my.txt --out tuned a new run that begins with the weights of another
-    torchrun --nproc-per-node 8 train.py --size 340m     on 8 GPUs, which share the --grad-accum passes of a step
+    torchrun --nproc-per-node 8 train.py --size 340m --data tokens --tokenizer gpt2
+                                                         on 8 GPUs, which share the --grad-accum passes of a step
 
 OUT/ckpt.pt is the last state, OUT/best.pt the one with the best validation loss, OUT/log.csv has one row a logged step.
 A batch is a function of (seed, step) alone and a checkpoint holds all the rest, so on a CPU (same number of threads) a
@@ -434,7 +435,7 @@ def compile_model(model, x, y, dtype):
     """Compile and try it on one batch; where that fails say so once and go on without."""
     began = time.perf_counter()
     torch.compiler.set_stance("default")
-    (model.compile_memory if hasattr(model, "compile_memory") else model.compile)()
+    model.compile_memory()
     with torch.random.fork_rng([x.get_device()] if x.is_cuda else []):     # the trial draws no random number of the run
         try:
             with autocast(x.device, dtype):
@@ -665,7 +666,7 @@ def finish(model, run, tc, splits, tokenizer, device, dtype):
     loss = report(model, tokenizer, val, tc.seq_len, tc.batch_size, dtype)
     how = dict(temperature=0.8, generator=torch.Generator(device).manual_seed(tc.seed))
     with torch.compiler.set_stance("force_eager"):            # single tokens, at every place in a chunk: too many shapes to compile
-        say("\n" + "".join(write(model, tokenizer, encode_prompt(tokenizer, ""), tc.sample_tokens, **how)) + "\n")
+        say("\n" + "".join(continue_text(model, tokenizer, encode_prompt(tokenizer, ""), tc.sample_tokens, **how)) + "\n")
     say(f"peak memory {peak_memory(device)}")
     say(f"done: {tc.model} on {run['data']['used']}, best validation loss {loss:.4f} nats/token, "
         f"{loss / math.log(2):.4f} bits/token (whole split), {clock(run['seconds'])}")
@@ -681,7 +682,7 @@ def encode_prompt(tokenizer, prompt):
         return [0]
 
 
-def write(model, tokenizer, ids, n, **how):
+def continue_text(model, tokenizer, ids, n, **how):
     """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate."""
     feed = tokenizer.stream()
     tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
