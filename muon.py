@@ -11,7 +11,7 @@ call, and where that pays (`plan`) on the small Gram matrix G = X X^T: a step mu
     R <- Q R,   G <- Q G Q,   and at the end   X <- R X
 
 All of R, Q, G are polynomials of the first G: symmetric, and they commute. But G squares the condition of X, and a step multiplies by a^2
-what rounding has left of its smallest eigenvalues; after AT_MOST steps G is taken from X again. (README, Speed: what five on one G cost
+what rounding has left of its smallest eigenvalues; after AT_MOST steps G is taken from X again. (results/README.md: what five on one G cost
 a gradient in float32.)
 """
 from functools import lru_cache

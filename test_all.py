@@ -3602,6 +3602,7 @@ def test_eval_mistakes_are_one_line(argv, names, capsys):
 # README.md
 
 README = (HERE / "README.md").read_text()
+NOTEBOOK = (HERE / "results" / "README.md").read_text()
 
 
 def test_readme_python_runs():
@@ -3611,12 +3612,12 @@ def test_readme_python_runs():
 
 
 def test_readme_names_only_flags_that_exist():
-    """A renamed flag whose old name lives on in the README."""
+    """A renamed flag whose old name lives on in the README, or in that of the measurements."""
     known = {"--ckpt", "--prompt", "--tokens", "--json", "--part", "--mutants", "--help", "--stream", "--task", "--index-url", "--nproc-per-node"} | {
         train.flag(f.name) for cls in (train.TrainConfig, models.Config) for f in fields(cls)}
     known |= {"--no-" + flag[2:] for flag in known}
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README)) <= known
-    for name in re.findall(r"--model (\S+)", README):
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README + NOTEBOOK)) <= known
+    for name in re.findall(r"--model (\S+)", README + NOTEBOOK):
         assert name.strip("`") in models.PRESETS
 
 
@@ -4056,8 +4057,9 @@ def mutants(only=""):
     def failed(tests, edits):
         """Do these tests fail on a copy with these edits? None if they cannot be run."""
         with tempfile.TemporaryDirectory() as folder:
-            for file in [*here.parent.glob("*.py"), here.parent / "README.md"]:
-                shutil.copy(file, folder)
+            (Path(folder) / "results").mkdir()
+            for file in [*here.parent.glob("*.py"), here.parent / "README.md", here.parent / "results" / "README.md"]:
+                shutil.copy(file, Path(folder) / file.relative_to(here.parent))
             for file, old, new in edits:
                 text = (Path(folder) / file).read_text()
                 if text.count(old) != 1:

@@ -79,7 +79,7 @@ class TrainConfig:
     device: str = opt("auto", "auto: cuda, else cpu (mps is untried: compare its first losses with cpu's)", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = opt("auto", "of autocast; auto: bfloat16 where it is native (CUDA from SM 8.0, AVX-512 BF16, AMX), else float32",
                      choices=("auto", "float32", "bfloat16"))
-    matmul: str = opt("auto", "float32 products, torch.set_float32_matmul_precision: README, Speed; auto: high (TF32) beside bfloat16 "
+    matmul: str = opt("auto", "float32 products, torch.set_float32_matmul_precision: results/README.md; auto: high (TF32) beside bfloat16 "
                               "on CUDA, medium (exact, and faster) on AMD cores with AVX-512, else highest", choices=MATMUL)
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
     remat: bool = opt(False, "keep the input of each block alone, and compute the block once more in backward: less memory")
@@ -94,7 +94,7 @@ class TrainConfig:
 
 
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)       # 0.5M tokens a step: App. E
-TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES; tiny: README, Results
+TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES; tiny: results/README.md
     "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, muon_lr=4e-2, steps=1150, minutes=4.6, eval_every=575),
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
@@ -477,7 +477,7 @@ class Muon(torch.optim.Muon):
 
     B <- momentum B + (1 - momentum) g,   p <- (1 - lr weight_decay) p - lr sqrt(max(1, rows / columns)) NS((1 - momentum) g + momentum B)
 
-    for matrices p (rows, columns) with gradient g; all but lr, momentum and weight_decay as torch has it by default (README, Speed).
+    for matrices p (rows, columns) with gradient g; all but lr, momentum and weight_decay as torch has it by default (results/README.md).
     """
 
     @torch.no_grad()
