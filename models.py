@@ -616,15 +616,15 @@ class LM(nn.Module):
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
 
-    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, state=None):
         """Yield max_new_tokens times the next token (B,), given tokens (B, T); every one costs the same, as long as the state does
         not grow (it does with full attention, and with exp features). Call eval() first where there is dropout.
 
-        temperature 0 takes the most likely token; top_k 0 and top_p 1 are off. ValueError for an empty prompt.
+        temperature 0 takes the most likely token; top_k 0 and top_p 1 are off. state: of a text before the tokens, from forward; it is not
+        changed, so many prompts can follow one text that was read once. ValueError for an empty prompt.
         """
         if not tokens.numel():
             raise ValueError("a prompt has at least one token; to begin with nothing, give that of a newline, or any other")
-        state = None
         for _ in range(max_new_tokens):
             with torch.inference_mode():                      # a fifth faster than no_grad
                 logits, state = self(tokens, state)
@@ -676,6 +676,12 @@ def detach(state):
         parts = [detach(s) for s in state]
         return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
     return state
+
+
+def load_state(file):
+    """A state that torch.save has written -> the state, on the CPU; nothing in the file is run."""
+    with torch.serialization.safe_globals([omega.State, MemoryState, AttentionState, WiringState]):
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def properties(config):

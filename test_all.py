@@ -1407,6 +1407,25 @@ def test_generate(preset):
         assert torch.equal(token, model(text)[0][:, -1].argmax(-1))
         text = torch.cat([text, token[:, None]], 1)
     assert text.shape == (2, 19) and not token.requires_grad
+    with torch.no_grad():
+        _, state = model(x[:, :5])
+    for _ in range(2):                                        # the text that was read once may be asked twice
+        assert torch.equal(torch.stack(list(model.generate(x[:, 5:], 12, temperature=0, state=state)), 1), text[:, 7:])
+
+
+@pytest.mark.parametrize("preset, more", [("atlas", {}), ("omeganet", dict(wiring="mag")), ("titans", dict(wiring="mac")), ("dot", {}), ("swa", {})])
+def test_a_state_outlives_the_program(tmp_path, preset, more):
+    """What was read must be there from a file, without trust in it, and without the text."""
+    model, x = shaken(small(preset, **more)), torch.randint(11, (2, 13))
+    with torch.no_grad():
+        logits, state = model(x[:, :7])
+        torch.save(state, tmp_path / "state.pt")
+        again = models.load_state(tmp_path / "state.pt")
+        assert type(again[0]) is type(state[0]) and models.state_bytes(again) == models.state_bytes(state)
+        assert torch.equal(model(x[:, 7:], again)[0], model(x[:, 7:], state)[0])
+    torch.save([os.system], tmp_path / "other.pt")
+    with pytest.raises(Exception, match="os|posix|nt"):
+        models.load_state(tmp_path / "other.pt")
 
 
 def test_a_model_learns_from_what_it_wrote():
@@ -3960,6 +3979,8 @@ MUTANTS = [
      "test_a_state_holds_no_prompt[omeganet]"),
     ("layers used apart draw what comes next", "models.py", 'int(torch.randint(2**31, (), device=device if cuda else "cpu"))', "0",
      "test_a_layer_draws_numbers_of_its_own", "torch.default_generator.manual_seed(seed)", "None"),
+    ("generate forgets the text before the prompt", "models.py", "        for _ in range(max_new_tokens):", "        state = None\n        for _ in range(max_new_tokens):",
+     "test_generate"),
     ("layers used apart are dead", "models.py", "        layer.init()\n", "        pass\n", "test_a_layer_in_another_model_learns"),
     ("layers used apart move the seed", "models.py", "with torch.random.fork_rng([device] if cuda else []):", "if True:",
      "test_a_model_draws_what_it_always_drew"),
