@@ -3255,7 +3255,7 @@ def test_text_is_written_as_it_is_generated_and_ctrl_c_keeps_it(trained, capsys,
         assert arrived.getvalue() == b"to be so "
         yield "far"
         raise KeyboardInterrupt
-    monkeypatch.setattr(sample, "write", pieces)
+    monkeypatch.setattr(sample, "continue_text", pieces)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(arrived, encoding="utf-8"))
     assert sample.main(["--ckpt", str(trained), "--prompt", "to be "]) == 130
     assert arrived.getvalue() == b"to be so far" and "Traceback" not in capsys.readouterr().err
