@@ -652,7 +652,7 @@ def run(args):
     if file and not file.parent.is_dir():
         raise UserError(f"--json {args.json}: there is no such folder; make it first")
     device = train.pick_device(args.device)
-    torch.set_num_threads(args.threads)
+    train.set_threads(args.threads)
     torch.manual_seed(0)
     compile = device.type == "cuda" if args.compile is None else args.compile
     dtype = torch.float32 if args.dtype == "auto" and device.type == "cpu" else train.pick_dtype(args.dtype, device)
@@ -679,16 +679,7 @@ def run(args):
 def main(argv=None):
     args = parse(argv)
     train.tune_cpu()
-    try:
-        run(args)
-    except UserError as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        train.nobody_reads()
-    return 0
+    return train.exit_code(lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -100,6 +100,9 @@ def load_text(name, folder="data"):
 def _pieces(name, size=2**24):
     """The text of a file, or of a folder's *.txt files, in pieces of whole lines, of about `size` bytes."""
     paths = [name]
+    if str(name).endswith(".bin") and not os.path.isdir(name):
+        raise UserError(f"{name} is named like a token file; --data takes their folder, with train and val in the names of those in it: "
+                        f"--data {shlex.quote(os.path.dirname(name) or '.')}")
     if os.path.isdir(name):
         paths = sorted((p for p in Path(name).rglob("*.txt") if p.is_file()), key=lambda p: p.as_posix())
         if not paths:
@@ -591,9 +594,12 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         make_token_files(args.data, args.tokenizer, args.out)
-    except (UserError, OSError) as fault:
+    except UserError as fault:
         print(f"error: {fault}", file=sys.stderr)
-        return 2 if isinstance(fault, UserError) else 1
+        return 2
+    except OSError as fault:
+        print(f"error: cannot write to --out {args.out} ({fault}); disk full?", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -232,18 +232,15 @@ def parse(argv=None):
 def main(argv=None):
     args = parse(argv)
     train.tune_cpu()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    try:
-        train.set_matmul("auto", train.pick_device(args.device), torch.float32)
-        return (text_task if args.task == "text" else mqar_task)(args)
-    except UserError as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return train.exit_code(lambda: run(args), more_memory="lower --batch-size or --length")
+
+
+def run(args):
+    train.set_threads(args.threads)
+    train.set_matmul("auto", train.pick_device(args.device), torch.float32)
+    return (text_task if args.task == "text" else mqar_task)(args)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from memory import LOSSES, MEMORIES, once_differentiable, shapes
 import memory
 import omega
 from muon import COEFFICIENTS
-from poly import FEATURES, Features
+from poly import FEATURES, Features, features_dim
 
 WIRINGS = ("lmm", "mag", "mal", "mac")
 LIMIT = 2**31                                                 # of all integers: what torch takes for a number of threads
@@ -107,6 +107,8 @@ class Config:
             raise ValueError(f"attention turns pairs of numbers: --head-dim must be even, not {self.head_dim}")
         if self.wiring != "lmm" and not self.attn_window:
             raise ValueError(f"--wiring {self.wiring} needs an --attn-window of at least 1")
+        if self.features == "monomial" and not attention and features_dim("monomial", self.head_dim, self.degree) > 10**6:
+            raise ValueError(f"--degree {self.degree} of --head-dim {self.head_dim} makes more than a million features; lower one of them")
         if self.features == "sketch" and self.degree != 2:
             raise ValueError(f"--features sketch is of degree 2, not {self.degree}; take --features monomial")
         if self.muon and self.features == "exp":
@@ -431,8 +433,10 @@ class Wiring(nn.Module):
     M(..) learns as it reads; M*(..) only reads, the memory at the segment's start.
 
         mag   y = SWA*(p | x),  o = norm(y) * sigmoid(norm(M(p | x)))                    Eq 26 - 28
-        mal   o = SWA(norm(M(p | x)))                                                    Eq 29 - 31
+        mal   o = SWA(norm(M(p | x)))                       without the memory SWA*(p | x)   Eq 29 - 31
         mac   h = M*(x),  y = Attn(p | h | x),  o = norm(y) * sigmoid(norm(M(y)))        Eq 21 - 25
+
+    Each M(..) and M*(..) is a Memory layer, its norm, output gate and projection included.
     """
 
     def __init__(self, config):
@@ -621,13 +625,16 @@ class LM(nn.Module):
         not grow (it does with full attention, and with exp features). Call eval() first where there is dropout.
 
         temperature 0 takes the most likely token; top_k 0 and top_p 1 are off. state: of a text before the tokens, from forward; it is not
-        changed, so many prompts can follow one text that was read once. ValueError for an empty prompt.
+        changed, so many prompts can follow one text that was read once. ValueError for an empty prompt, and what is below 0.
         """
+        if not (temperature >= 0 and top_k >= 0 and top_p >= 0):
+            raise ValueError(f"temperature, top_k and top_p are at least 0, not {temperature}, {top_k}, {top_p}")
         if not tokens.numel():
             raise ValueError("a prompt has at least one token; to begin with nothing, give that of a newline, or any other")
         for _ in range(max_new_tokens):
             with torch.inference_mode():                      # a fifth faster than no_grad
-                logits, state = self(tokens, state)
+                for piece in tokens.split(1024, 1):           # a long prompt would have the logits of all its tokens at once
+                    logits, state = self(piece, state)
                 token = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
                 tokens = token[:, None]
             yield token.clone()                               # out here it is a tensor like any other
@@ -671,7 +678,7 @@ def detach(state):
     if isinstance(state, nn.Parameter):
         return state
     if isinstance(state, torch.Tensor):
-        return state.detach()
+        return state.detach().clone() if state.is_inference() else state.detach()
     if isinstance(state, tuple):
         parts = [detach(s) for s in state]
         return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)

@@ -2,7 +2,7 @@
 
     X <- S / |S|_F,   then `steps` times   X <- a X + b (X X^T) X + c (X X^T)^2 X              ATLAS Eq 32, 40; Jordan et al. 2024
 
-With Muon's coefficients five steps take singular values above |S|_F / 100 to about [0.68, 1.2], and more steps do not converge; the
+With Muon's coefficients five steps take singular values above |S|_F / 300 to about [0.68, 1.2], and more steps do not converge; the
 classical cubic does converge to the nearest semi-orthogonal matrix, slowly (the paper's "k -> infinity").
 
 `newton_schulz_ref` is this text. `newton_schulz` is the same function with its gradient written out, for several matrices in one

@@ -69,7 +69,8 @@ class Rule(NamedTuple):
         return self.ns_steps, self.ns_coefficients, self.straight_through, self.ns_dtype
 
     def bound(self, W):
-        """W, with matrices of a norm above `ball` scaled back to it: a chunk's one big step may overshoot, but cannot run away.
+        """W, with matrices of a norm above `ball` scaled back to it: a chunk's one big step may overshoot, but cannot run away. (`exp`
+        features: the norm of the coefficients.)
 
         The outer gradient takes the factor for a constant.
         """
@@ -385,8 +386,8 @@ def write_keys(rule, state, q, k, ks):
     if state.M0:                                              # M0 itself has no row for any key
         state = state._replace(M0=grow(state.M0))
     n = q.shape[-1] + keys.shape[2]
-    hot = torch.eye(n, dtype=q.dtype, device=q.device)
-    hot = F.pad(hot, (0, 0, ks.shape[2], 0))[n:]              # the last rows belong to the last keys; missing ones write nothing
+    hot = torch.eye(ks.shape[2], dtype=q.dtype, device=q.device)
+    hot = F.pad(hot, (n - ks.shape[2], 0))                    # the last columns belong to the last keys; missing ones write nothing
     return state, kernel_rows(q, keys), kernel_rows(ks, keys), hot.expand(*k.shape[:2], *hot.shape)
 
 

@@ -14,7 +14,7 @@ import sys
 import torch
 
 from data import Parser, UserError
-from train import LIMIT, continue_text, encode_prompt, load_checkpoint, nobody_reads, pick_device, rebuild, tune_cpu
+from train import LIMIT, continue_text, encode_prompt, exit_code, load_checkpoint, pick_device, rebuild, tune_cpu
 
 
 def at_least(kind, low, high=math.inf):
@@ -102,17 +102,7 @@ def main(argv=None):
     tune_cpu()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")              # the text may hold letters that the terminal has not
-    try:
-        speak(args)
-    except UserError as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:                                 # what was written has been flushed
-        print(file=sys.stderr)
-        return 130
-    except BrokenPipeError:                                     # `| head` has seen enough; no second flush at exit
-        nobody_reads()
-    return 0
+    return exit_code(lambda: speak(args))                     # at Ctrl-C, too, what was written has been flushed
 
 
 if __name__ == "__main__":

@@ -1428,6 +1428,43 @@ def test_a_state_outlives_the_program(tmp_path, preset, more):
         models.load_state(tmp_path / "other.pt")
 
 
+def test_a_long_prompt_is_read_in_pieces(monkeypatch):
+    """The logits of all its tokens at once would be gigabytes: 100,000 tokens of GPT-2's vocabulary are 20."""
+    model, real, lengths = shaken(small("omeganet")), models.LM.forward, []
+
+    def forward(self, tokens, state=None):
+        lengths.append(tokens.shape[1])
+        return real(self, tokens, state)
+    x = torch.randint(11, (1, 2500))
+    with torch.no_grad():
+        first = model(x)[0][:, -1].argmax(-1)
+    monkeypatch.setattr(models.LM, "forward", forward)
+    assert torch.equal(next(model.generate(x, 1, temperature=0)), first) and max(lengths) <= 1024 and sum(lengths) == 2500
+
+
+def test_what_was_read_without_a_gradient_can_be_learned_from():
+    """A state of inference mode is of tensors that autograd refuses; detached, it is like any other."""
+    model, x = small("atlas"), torch.randint(11, (1, 9))
+    with torch.inference_mode():
+        _, state = model(x)
+    F.cross_entropy(model(x, models.detach(state))[0][0], x[0]).backward()
+    assert model.head.weight.grad.abs().sum() > 0
+
+
+def test_a_token_of_exp_features_is_not_a_square_of_those_before(monkeypatch):
+    """One-hot rows as the last of an identity matrix of all keys: at position 50,000 each token took 10 GB for a moment."""
+    model, real, sizes = small("dot"), torch.eye, []
+
+    def eye(n, *more, **how):
+        sizes.append(n)
+        return real(n, *more, **how)
+    with torch.no_grad():
+        _, state = model(torch.randint(11, (1, 300)))
+        monkeypatch.setattr(torch, "eye", eye)
+        model(torch.zeros(1, 1, dtype=torch.long), state)
+    assert sizes and max(sizes) < 30
+
+
 def test_a_model_learns_from_what_it_wrote():
     """What is made in inference mode cannot be saved for a gradient: none of it may come out."""
     model = small("atlas")
@@ -1560,6 +1597,9 @@ def test_bad_configurations():
                        (lambda: models.build("atlas", max_norm=math.inf), "max-norm"), (lambda: models.build("atlas", max_step=-1.0), "max-step"),
                        (lambda: models.build("atlas", memory_branch=False), "no-memory-branch"),
                        (lambda: models.configure("omeganet", features="sketch", degree=3), "degree 2, not 3"),
+                       (lambda: models.configure("omeganet", degree=30), "--degree 30 .* million"),
+                       (lambda: next(small("atlas").generate(torch.zeros(1, 1, dtype=torch.long), 1, temperature=-1.0)), "at least 0"),
+                       (lambda: next(small("atlas").generate(torch.zeros(1, 1, dtype=torch.long), 1, top_k=-1)), "at least 0"),
                        (lambda: memory.apply("cubic", [x := torch.ones(1, 1)] * 3, x, x), "gated"),
                        (lambda: models.build("swa", wiring="mag"), "memory"), (lambda: models.build("atlas", window="8"), "--window .* int"),
                        (lambda: models.build("atlas", n_layer=2.0), "--n-layer .* int, not 2.0"), (lambda: models.build("atlas", muon="no"), "bool"),
@@ -1568,6 +1608,7 @@ def test_bad_configurations():
             call()
         assert "\n" not in str(caught.value)
     assert models.Config(max_norm=3, dropout=0).max_norm == 3        # a whole number does for a float
+    assert models.configure("transformer", n_embd=4096, n_head=1).head_dim == 4096                # attention has no features
 
 
 @pytest.mark.parametrize("more", [{}, dict(wiring="mag"), dict(wiring="mal"), dict(wiring="mac")], ids=str)
@@ -1857,6 +1898,15 @@ def test_text_unreadable(tmp_path, monkeypatch):
     assert "Permission denied" in user_error(data.load_text, str(tmp_path / "f.txt"))
 
 
+def test_a_token_file_is_no_text(tmp_path):
+    """Ids of one byte are UTF-8 with a NUL between each two: it would be trained on without a word."""
+    data.np.array([104, 105] * 50, "<u2").tofile(tmp_path / "train.bin")
+    assert str(tmp_path) + "\n" in user_error(data.read, str(tmp_path / "train.bin")) + "\n"
+    (tmp_path / "texts.bin").mkdir()
+    (tmp_path / "texts.bin" / "a.txt").write_text("a folder may be named as it likes")
+    assert "as it likes" in data.read(tmp_path / "texts.bin").text
+
+
 # ---- tokenizers
 
 TEXT = "To be, or not to be:\n\u00e9\u4e2d\U0001f600 the <|endoftext|> the end.  the\n"
@@ -2113,6 +2163,15 @@ def test_training_on_token_files_is_training_on_the_text(text, tmp_path, capsys)
     assert "give the same text" in refused(capsys, train.main, "--resume", "--out", tmp_path / "c")
     assert "already there" in refused(capsys, data.main, "--data", text, "--tokenizer", "byte", "--out", made)
     assert "invalid choice" in refused(capsys, data.main, "--data", text, "--tokenizer", "char")
+
+
+def test_token_files_on_a_full_disk(text, monkeypatch, capsys):
+    """numpy's own words, `20000 requested and 4096 written`, name no file and no remedy."""
+    def full(*_):
+        raise OSError("20000 requested and 4096 written")
+    monkeypatch.setattr(data, "make_token_files", full)
+    said = refused(capsys, data.main, "--data", text, "--out", "somewhere", code=1)
+    assert "somewhere" in said and "disk full" in said
 
 
 # ---- batches
@@ -2687,14 +2746,26 @@ def test_same_seed_same_run_and_another_seed_another(text, tmp_path):
 def test_resume_of_a_finished_run_does_nothing(copy, text, capsys):
     """It must neither train on nor write."""
     before = contents(copy)
-    assert go(text, copy, "--resume") == 0 and "nothing to do" in capsys.readouterr().out
-    assert contents(copy) == before
+    assert go(text, copy, "--resume") == 0
+    said = capsys.readouterr().out
+    assert "nothing to do" in said and "eval.py" in said and contents(copy) == before
+
+
+def test_a_finished_run_can_be_made_longer(copy, capsys):
+    """More --steps is what a run that still learns needs; a limit of time that is over would end it after one."""
+    ckpt = train.load_checkpoint(copy / "ckpt.pt")
+    ckpt["train"]["minutes"] = 1e-9
+    torch.save(ckpt, copy / "ckpt.pt")
+    with (copy / "log.csv").open("ab") as log:
+        log.write(b"\xff,\n")                                 # a log that somebody has edited is no reason not to
+    assert train.main(["--resume", "--out", str(copy), "--steps", "15", "--device", "cpu"]) == 0
+    assert train.load_checkpoint(copy / "ckpt.pt")["step"] == 15 and rows(copy, "step")[-1] == ("15",)
 
 
 def test_resume_refuses_other_settings_and_names_them(copy, text, capsys):
     """A changed setting that is taken over silently, or silently ignored, is a run that is not what its log says."""
     before = contents(copy)
-    for name, was, now in (("window", 3, 5), ("steps", 12, 13), ("lr", train.TRAIN_SIZES["tiny"]["lr"], 0.5), ("model", "atlas", "titans"),
+    for name, was, now in (("window", 3, 5), ("lr", train.TRAIN_SIZES["tiny"]["lr"], 0.5), ("model", "atlas", "titans"),
                            ("batch_size", 2, 4), ("tokenizer", "char", "byte"), ("muon", True, False)):
         argv = [train.flag(name), now] if name != "muon" else ["--no-muon"]
         said = refused(capsys, train.main, "--resume", "--out", copy, *argv)
@@ -2760,7 +2831,8 @@ def test_log_rows_of_lost_steps_are_dropped(tmp_path):
 
 # ---- signals, faults, limits
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, code", [(getattr(signal, name), 128 + n) for name, n in (("SIGINT", 2), ("SIGTERM", 15), ("SIGHUP", 1))
+                                          if hasattr(signal, name)])
 def test_a_signal_finishes_the_step_and_saves(number, code, text, tmp_path, monkeypatch, capfd):
     """Ctrl-C must not lose the steps since the last validation, nor leave its handler behind."""
     real = train.train_step
@@ -2774,6 +2846,18 @@ def test_a_signal_finishes_the_step_and_saves(number, code, text, tmp_path, monk
     assert go(text, tmp_path / "out", "--steps", 9) == code
     assert signal.getsignal(number) == before
     assert "--resume" in capfd.readouterr().out and train.load_checkpoint(tmp_path / "out")["step"] == 2
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no hang-up")
+def test_nohup(text, tmp_path, monkeypatch):
+    """A run that was told to outlive its terminal must."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with train.StopOnSignal() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert not stop.signal and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(text, tmp_path, monkeypatch, capfd):
@@ -2790,12 +2874,13 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(text, tmp_p
     assert train.load_checkpoint(tmp_path / "out" / "ckpt.pt")["step"] == 4
 
 
-# one of two processes, as torchrun starts them: the second one alone is told to stop, in its third step; then both go on
+# one of two processes, as torchrun starts them: the second one alone is told to stop, in its third step, and once more by torchrun, which
+# passes on what the terminal has sent to all; then both go on
 ONE_OF_TWO = """
 import os, signal, sys, train
 real = train.train_step
 def step(model, optimizers, tc, ids, i, *rest):
-    if i == 2 and train.rank() == 1:
+    for _ in range(2 * (i == 2 and train.rank() == 1)):
         signal.raise_signal(signal.SIGTERM)
     return real(model, optimizers, tc, ids, i, *rest)
 train.train_step = step
@@ -2890,6 +2975,18 @@ def test_a_run_outlives_its_reader(monkeypatch):
     assert silenced == [True] and stop.signal == signal.SIGINT
 
 
+@pytest.mark.parametrize("preset, grows", [("transformer", True), ("dot", True), ("swa", False), ("omeganet", False)])
+def test_where_each_token_costs_more_than_the_last_the_last_pass_ends_earlier(preset, grows, monkeypatch, capsys):
+    """A transformer on a text of ten megabytes would validate for days; the figure must say of how much it is, and be of that."""
+    model, tokenizer, ids = tiny_model(preset), data.Tokenizer("byte", data.EVERY_BYTE), np.arange(200) % 11
+    monkeypatch.setattr(train, "LONGEST", 30)
+    loss = train.report(model, tokenizer, ids, 16, 2)
+    said = capsys.readouterr().out.splitlines()
+    part = ids[:61] if grows else ids
+    assert ("the first 61" in said[1]) == grows and f"{train.evaluate(model, part, 16, 2, carry=True):.4f} nats" in said[1]
+    assert f"{loss:.4f} nats" in said[0] and loss == train.evaluate(model, ids, 16, 2)
+
+
 def test_more_streams_than_tokens():
     """--batch-size above the length of the validation split: whole, and none of the run before it is lost."""
     assert math.isfinite(train.evaluate(tiny_model(), np.arange(5), 16, 8, carry=True))
@@ -2938,6 +3035,39 @@ def test_two_runs_with_one_folder_save_whole_checkpoints(copy, monkeypatch):
     monkeypatch.setattr(torch, "save", meanwhile)
     train.save_checkpoint(path, dict(ckpt, step=1), model, [])
     assert train.load_checkpoint(path)["step"] == 1 and not list(copy.glob("*.tmp"))
+
+
+def test_one_run_a_folder(text, tmp_path, monkeypatch, capsys):
+    """Of two runs with one --out each would save over the other's best weights, and both call them theirs."""
+    fcntl, out = pytest.importorskip("fcntl"), tmp_path / "out"
+    out.mkdir()
+    (out / "best.pt.123.tmp").write_bytes(b"left by a run that was killed")
+    with train.claim(out):
+        assert not list(out.iterdir())
+        assert "another run" in refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", out, "--steps", 1) and not list(out.iterdir())
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(95, "not supported")))       # as some network disks
+    with train.claim(out), train.claim(out):
+        pass
+    monkeypatch.setitem(sys.modules, "fcntl", None)           # as Windows
+    with train.claim(out), train.claim(out):
+        pass
+
+
+@pytest.mark.parametrize("main", [sample.main, eval.main])
+def test_out_of_memory_elsewhere(main, trained, monkeypatch, capsys):
+    """A long prompt, or windows that are too long, must not end in a traceback."""
+    def full(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    monkeypatch.setattr(models.LM, "forward", full)
+    assert main(["--ckpt", str(trained), "--device", "cpu"]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert err[-1].startswith("error: out of memory") and not any("Traceback" in line for line in err)
+
+
+@pytest.mark.parametrize("main", [lambda *argv: train.main([*NET, *RUN, *argv]), lambda *argv: eval.main(["--task", "mqar", *argv]), lambda *argv: bench.main([*argv])])
+def test_more_threads_than_can_be_started(main, capsys):
+    """Millions of them end in a segmentation fault."""
+    assert "at most 1024" in refused(capsys, lambda argv: main(*argv), "--threads", "5000000")
 
 
 def test_out_of_memory_names_the_knobs_and_leaves_the_earlier_run_alone(copy, text, monkeypatch, capsys):
@@ -3979,6 +4109,22 @@ MUTANTS = [
      "test_a_state_holds_no_prompt[omeganet]"),
     ("layers used apart draw what comes next", "models.py", 'int(torch.randint(2**31, (), device=device if cuda else "cpu"))', "0",
      "test_a_layer_draws_numbers_of_its_own", "torch.default_generator.manual_seed(seed)", "None"),
+    ("two runs in one folder", "train.py", "fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_one_run_a_folder"),
+    ("a longer run ends with its old limit of time", "train.py", 'if train["steps"] != ckpt["train"]["steps"] and', "if False and",
+     "test_a_finished_run_can_be_made_longer"),
+    ("nohup undone", "train.py", " and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN", "", "test_nohup"),
+    ("torchrun's own signal counts as the second", "train.py", "if processes() > 1 and time.monotonic()", "if False and time.monotonic()",
+     "test_two_processes_train_like_one"),
+    ("a token of exp features writes all keys", "omega.py", "torch.eye(ks.shape[2], dtype=q.dtype, device=q.device)",
+     "torch.eye(n, dtype=q.dtype, device=q.device)[-ks.shape[2]:, -ks.shape[2]:]", "test_a_token_of_exp_features_is_not_a_square_of_those_before"),
+    ("a long prompt in one piece", "models.py", "tokens.split(1024, 1)", "[tokens]", "test_a_long_prompt_is_read_in_pieces"),
+    ("detached, but of inference mode", "models.py", "state.detach().clone() if state.is_inference() else state.detach()", "state.detach()",
+     "test_what_was_read_without_a_gradient_can_be_learned_from"),
+    ("a token file read as text", "data.py", 'if str(name).endswith(".bin") and', "if False and", "test_a_token_file_is_no_text"),
+    ("a last pass without end", "train.py", "            part = ids[: batch_size * LONGEST + 1]", "            part = ids",
+     "test_where_each_token_costs_more_than_the_last_the_last_pass_ends_earlier"),
+    ("out of memory, in a traceback", "train.py", "        if not out_of_memory(fault):\n            raise\n        code", "        raise\n        code",
+     "test_out_of_memory_elsewhere"),
     ("generate forgets the text before the prompt", "models.py", "        for _ in range(max_new_tokens):", "        state = None\n        for _ in range(max_new_tokens):",
      "test_generate"),
     ("layers used apart are dead", "models.py", "        layer.init()\n", "        pass\n", "test_a_layer_in_another_model_learns"),
@@ -4009,8 +4155,8 @@ MUTANTS = [
      "test_mac"),
     ("mag without its gate's norm", "models.py", "self.m_norm(m).sigmoid()", "m.sigmoid()", "test_mag"),
 
-    ("the prompt is dropped (atlas-pytorch)", "models.py", "self(tokens, state)", "self(tokens[:, -1:], state)", "test_generate"),
-    ("generation forgets its state", "models.py", "self(tokens, state)", "self(tokens)", "test_generate"),
+    ("the prompt is dropped (atlas-pytorch)", "models.py", "self(piece, state)", "self(piece[:, -1:], state)", "test_generate"),
+    ("generation forgets its state", "models.py", "self(piece, state)", "self(piece)", "test_generate"),
     ("generated tokens stay inference tensors", "models.py", "yield token.clone()", "yield token", "test_a_model_learns_from_what_it_wrote"),
     ("top-p drops the token that crosses it", "models.py", "probs.cumsum(-1) - probs >= top_p", "probs.cumsum(-1) >= top_p",
      "test_sample_filters"),
@@ -4028,7 +4174,8 @@ MUTANTS = [
     ("a number read back", "omega.py", "        da = g.new_zeros(B,", "        da = 0 * g.sum().item() + g.new_zeros(B,",
      "test_nothing_waits_for_the_host[atlas++-more4]"),
     ("no tokens, no answer", "omega.py", " if ys else torch.zeros_like(v)", "", "test_any_split_is_the_whole[atlas]"),
-    ("no reader, no run", "train.py", "        nobody_reads()\n", "        raise\n", "test_a_run_outlives_its_reader"),
+    ("no reader, no run", "train.py", "invalid argument\n        nobody_reads()\n", "invalid argument\n        raise\n",
+     "test_a_run_outlives_its_reader"),
     ("as many streams as asked for", "data.py", "    n = min(n, len(ids) - 1)\n", "", "test_more_streams_than_tokens"),
     ("a thread of its own compiles eight shapes", "chunks.py", "        if Chunks.compiled:", "        if False:",
      "test_chunk_steps_compile_whole"),
@@ -4064,10 +4211,10 @@ MUTANTS = [
     ("the bench compiles every place in a chunk", "bench.py", '"force_eager" if name == "decode" else "default"', '"default"',
      "test_single_tokens_are_not_compiled"),
     ("the bench decodes by oneDNN", "bench.py", '"highest" if args.matmul == "auto" else matmul', "matmul", "test_matmul_by_itself"),
-    ("evaluation at half speed", "eval.py", '        train.set_matmul("auto", train.pick_device(args.device), torch.float32)\n', "",
+    ("evaluation at half speed", "eval.py", '    train.set_matmul("auto", train.pick_device(args.device), torch.float32)\n', "",
      "test_matmul_by_itself"),
     ("denormals stay", "train.py", "set_flush_denormal(True)", "set_flush_denormal(False)", "test_denormals_are_flushed"),
-    ("detach detaches nothing", "models.py", "return state.detach()", "return state", "test_detach"),
+    ("detach detaches nothing", "models.py", "else state.detach()", "else state", "test_detach"),
 ]
 
 

@@ -3,7 +3,7 @@
     python train.py                                      the tiny ATLAS for this machine
     python train.py --model transformer --out base       a baseline
     python train.py --data my.txt --window 1 --no-muon   your own text; every field of models.Config is a flag
-    python train.py --resume                             go on exactly where OUT/ckpt.pt stopped
+    python train.py --resume                             go on exactly where OUT/ckpt.pt stopped (--steps: to train longer)
     python train.py --init out --data my.txt --out tuned a new run that begins with the weights of another
     torchrun --nproc-per-node 8 train.py --size 340m --data tokens --tokenizer gpt2
                                                          on 8 GPUs, which share the --grad-accum passes of a step
@@ -24,7 +24,7 @@ import tempfile
 import textwrap
 import time
 import zipfile
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count, islice
 from pathlib import Path
@@ -103,7 +103,8 @@ TRAIN_SIZES = {                                               # differences from
     "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
 }
 LAUNCH = {"out", "resume", "stop_after", "device", "compile", "threads"}      # never read from a checkpoint
-FREE = LAUNCH | {"data", "eval_every", "log_every", "sample_tokens", "remat"} # may differ on --resume (data: its name)
+# may differ on --resume (data: its name)
+FREE = LAUNCH | {"data", "steps", "minutes", "eval_every", "log_every", "sample_tokens", "remat"}
 
 
 class Halt(Exception):
@@ -147,6 +148,8 @@ def settings(given, ckpt=None, origin=None):
                 raise UserError(f"--resume: {flag(name)} is {old} in {ckpt['path']}, but {value} was given; drop the "
                                 "flag, or start a new run without --resume")
         train = {n: given.get(n, v) for n, v in train.items() if n in given or n not in LAUNCH}
+        if train["steps"] != ckpt["train"]["steps"] and "minutes" not in given:
+            train["minutes"] = 0.0
     else:
         train = {n: v for n, v in given.items() if n in names}
         if origin:
@@ -264,6 +267,28 @@ def begin(config, origin):
             raise UserError(f"--init: the weights of {origin['path']} do not fit a network of another {differ or 'version'}; "
                             "give no flag that changes their shapes") from None
     return model
+
+
+@contextmanager
+def claim(out):
+    """Writes to the folder for one run at a time, for two would save over each other. Windows, and some network disks, have no such locks."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder = os.open(out, os.O_RDONLY)                        # its lock ends with the process, however that ends
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"another run is writing to --out {out}; choose another folder, or wait for it to end") from None
+            for left in Path(out).glob("*.pt.*.tmp"):         # by a run that was killed while it saved
+                left.unlink()
+        yield
+    finally:
+        os.close(folder)
 
 
 def set_aside(out):
@@ -401,6 +426,14 @@ def tune_cpu():
     mallopt(-1, -1)                                           # M_TRIM_THRESHOLD: and stay there, however many
 
 
+def set_threads(n):
+    """torch.set_num_threads, where n is not 0."""
+    if n > 1024:
+        raise UserError(f"--threads {n}: at most 1024; so many cannot be started, and more than there are cores are slower")
+    if n:
+        torch.set_num_threads(n)
+
+
 def cpu_quota(root="/sys/fs/cgroup"):
     """How many CPUs Linux lets a container use at a time (docker --cpus), at least 1; infinity without a limit."""
     for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):         # of cgroup 2, of cgroup 1
@@ -451,11 +484,14 @@ def compile_model(model, x, y, dtype):
 
 
 class StopOnSignal:
-    """The first Ctrl-C or SIGTERM is noted, and the loop stops after its step; a second one stops at once."""
+    """The first Ctrl-C, SIGTERM or SIGHUP (a terminal that closes) is noted, and the loop stops after its step; a second one stops at once."""
 
     def __enter__(self):
-        self.signal = 0
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.signal, self.when = 0, 0.0
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:      # not on Windows; not under nohup
+            numbers.append(signal.SIGHUP)
+        self.before = {number: signal.signal(number, self.note) for number in numbers}
         return self
 
     def __exit__(self, *_):
@@ -464,8 +500,10 @@ class StopOnSignal:
 
     def note(self, number, frame):
         if self.signal:
+            if processes() > 1 and time.monotonic() < self.when + 5:             # torchrun passes on a Ctrl-C that all have had
+                return
             raise KeyboardInterrupt(number)
-        self.signal = number
+        self.signal, self.when = number, time.monotonic()
         with suppress(OSError):                               # the same Ctrl-C may have ended `| tee`
             os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")  # print is not safe in here
 
@@ -589,7 +627,7 @@ COLUMNS = ("step", "loss", "val", "grad_norm", "lr", "tokens_per_s", "seconds")
 
 def open_log(path, step):
     """log.csv, to append a line at a time. Rows after `step`, logged by a killed run but not saved, are dropped."""
-    rows = list(csv.reader(path.read_text("utf-8").splitlines())) if path.exists() else []
+    rows = list(csv.reader(path.read_text("utf-8", "replace").splitlines())) if path.exists() else []
     rows = [row for row in rows if len(row) == len(COLUMNS) and row[0].isdigit() and int(row[0]) <= step]
     tmp = path.with_name(path.name + ".tmp")
     tmp.write_text("".join(",".join(row) + "\n" for row in [COLUMNS, *rows]))
@@ -645,13 +683,26 @@ def train(model, optimizers, run, tc, splits, device, dtype):
                 return None
 
 
+LONGEST = 16384                                               # tokens of a stream, where each costs more than the one before
+
+
+def holds_all(config):
+    """Does the state hold every token?"""
+    return config.features == "exp" if config.mixer == "memory" else not config.attn_window
+
+
 def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
-    """Says the mean loss of a whole split, memory reset at each window and carried -> the former, in nats a token."""
+    """Says the mean loss of a whole split, memory reset at each window and carried (where the state holds every token, of the first LONGEST
+    of each stream) -> the former, in nats a token."""
     bytes_a_token, losses = tokenizer.bytes_a_token(ids), []
     for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams")):
+        part = ids
+        if carry and holds_all(model.config) and len(ids) > batch_size * LONGEST + 1:
+            part = ids[: batch_size * LONGEST + 1]
+            name = f"carried, the first {len(part):,}"
         grows = carry and model.config.mixer == "attention"   # a cache: its length is a shape of its own
         with torch.compiler.set_stance("force_eager") if grows else nullcontext():
-            losses.append(evaluate(model, ids, seq_len, batch_size, carry=carry, dtype=dtype))
+            losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype))
         bits = losses[-1] / math.log(2)
         say(f"  {name:27s}  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  {bits / bytes_a_token:.4f} bits/byte")
     return losses[0]
@@ -750,7 +801,7 @@ def launch(given):
     tc, config = settings(given, ckpt, origin)
     if ckpt and (progress(ckpt["step"], ckpt["seconds"], tc) >= 1 or 0 < tc.stop_after <= ckpt["step"]):
         say(f"nothing to do: {ckpt['step']} of {tc.steps} steps in {tc.out} are done, best validation loss "
-            f"{ckpt['best']:.4f}")
+            f"{ckpt['best']:.4f}; eval.py --ckpt {shlex.quote(tc.out)} evaluates it, --steps N trains it longer")
         return 0
     device = pick_device(tc.device)
     if processes() > 1:
@@ -760,8 +811,7 @@ def launch(given):
     dtype = pick_dtype(tc.dtype, device)
     set_matmul(tc.matmul, device, dtype)
     tc.compile = given.get("compile", device.type == "cuda")
-    if tc.threads:
-        torch.set_num_threads(tc.threads)
+    set_threads(tc.threads)
     tokenizer, splits, data = prepare_data(tc, ckpt, origin)
     probe(Path(tc.out))
     torch.manual_seed(tc.seed)
@@ -783,12 +833,13 @@ def launch(given):
     if tc.compile:
         x, y = batch(splits[0], tc.seed, 0, tc.batch_size, tc.seq_len)
         compile_model(model, x.to(device), y.to(device), dtype)
-    stopped = train(model, optimizers, run, tc, splits, device, dtype)
-    if processes() > 1:
-        dist.barrier()                                        # torchrun ends all when one ends: not before the first has saved
-        dist.destroy_process_group()
-    if stopped is None and rank() == 0:
-        finish(model, run, tc, splits, tokenizer, device, dtype)
+    with nullcontext() if rank() else claim(tc.out):
+        stopped = train(model, optimizers, run, tc, splits, device, dtype)
+        if processes() > 1:
+            dist.barrier()                                    # torchrun ends all when one ends: not before the first has saved
+            dist.destroy_process_group()
+        if stopped is None and rank() == 0:
+            finish(model, run, tc, splits, tokenizer, device, dtype)
     return 128 + stopped if stopped else 0
 
 
@@ -797,18 +848,27 @@ def main(argv=None):
     tune_cpu()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")              # a sample may hold letters that the terminal has not
+    return exit_code(lambda: launch(given), "stopped at once; checkpoints that were saved are intact",
+                     "add --remat, or lower --batch-size (and raise --grad-accum), --seq-len, --chunk or the size of the network")
+
+
+def exit_code(task, stopped="stopped", more_memory="take less at a time"):
+    """task() -> its exit code; for what a user can be told in one line, that line on stderr. (bench.py, eval.py, sample.py: likewise.)"""
     try:
-        return launch(given)
+        return task() or 0
+    except BrokenPipeError:                                   # `| head` has seen enough; no second flush at exit
+        nobody_reads()
+        return 0
     except UserError as fault:
         code, message = 2, fault
     except (Halt, OSError) as fault:
         code, message = 1, fault
     except KeyboardInterrupt as fault:
-        code, message = 128 + (fault.args or (signal.SIGINT,))[0], "stopped at once; the last checkpoint is intact"
+        code, message = 128 + (fault.args or (signal.SIGINT,))[0], stopped
     except (MemoryError, RuntimeError) as fault:
         if not out_of_memory(fault):
             raise
-        code, message = 1, "out of memory; add --remat, or lower --batch-size (and raise --grad-accum), --seq-len, --chunk or the size of the network"
+        code, message = 1, f"out of memory; {more_memory}"
     print(f"error: {message}", file=sys.stderr)
     return code
 
