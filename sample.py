@@ -92,8 +92,12 @@ def speak(args):
         if i:
             print("---------------", flush=True)
         print(prompt, end="", flush=True)
-        for piece in until(args.stop, continue_text(model, tokenizer, ids, args.tokens, **how)):
-            print(piece, end="", flush=True)
+        try:
+            for piece in until(args.stop, continue_text(model, tokenizer, ids, args.tokens, **how)):
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print(file=sys.stderr)                            # not behind the text
+            raise
         print(flush=True)
 
 
@@ -102,7 +106,7 @@ def main(argv=None):
     tune_cpu()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")              # the text may hold letters that the terminal has not
-    return exit_code(lambda: speak(args))                     # at Ctrl-C, too, what was written has been flushed
+    return exit_code(lambda: speak(args))
 
 
 if __name__ == "__main__":
