@@ -215,7 +215,7 @@ def read_chunks(rule, tall, part, pairs, C, M0):
 
 def plain_chunks(rule, closes, tall, parts, M0, C, anchor, kept=None):
     """All chunks -> what is read (chunks, N, c, D), C at the end. `kept` gets what the gradient needs: first C before each chunk and
-    after the last (chunks + 1, N, ..), then of each stretch.
+    after the last (chunks + 1, N, ..), then of each stretch. An anchor that is not W is of a run that begins within a chunk, and ends with it.
     """
     (count, N, n, D), c, s, cuts = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2], stretches(parts, C or M0, not C)
     room = 1 + (count if kept is not None else longest(cuts))
@@ -231,7 +231,7 @@ def plain_chunks(rule, closes, tall, parts, M0, C, anchor, kept=None):
         part, fresh, learned, slots = parts.each(lambda a: a[now]), zero, [], list(zip(*(a[at:].unbind(0) for a in Cs)))
         for j, one in enumerate(ones[now]):
             learned.append(learn_chunk(rule, closes, tall, one, M0, [] if zero else slots[j], anchor, slots[j + 1]))
-            zero, anchor = False, []
+            zero = False
         z, f, *more = (joined(one) for one in zip(*learned))
         part = part.each(merged)
         errors, rows, balls = grouped(more, (len(tall), len(tall) - 1))
@@ -391,7 +391,6 @@ def muon_chunks(rule, pos, closes, tall, parts, M0, W, S, sums, O, anchor, kept=
             blocks, W, S, sums, O, saved = muon_learn(rule, pos, closes, tall, one, M0, W, S, sums, O, anchor)
             held.append(blocks)
             learned += [] if kept is None else [saved]
-            anchor = []
         held = [joined(a) for a in zip(*held)]
         C, coef = muon_held(held, merged(parts.coef[now]))
         out, *reads = muon_read(rule, fill, tall, C, coef, [m[: len(coef)] for m in starts], merged(parts.xq[now]))
@@ -734,7 +733,7 @@ def plain_chunks_backward(rule, closes, tall, parts, M0, C, anchor, kept, grads,
         first = not now.start
         more, dafter, danchor = plain_stretch_backward(
             rule, tall, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), starts,
-            [] if first and not C else [c[now] for c in Cs], anchor if first else [], one, dy[now], dafter)
+            [] if first and not C else [c[now] for c in Cs], anchor, one, dy[now], dafter)
         dM0 = [b if a is None else a.add_(b) for a, b in zip(dM0, more)]
     return dM0, dafter, danchor
 
@@ -863,7 +862,7 @@ def muon_chunks_backward(rule, pos, closes, tall, parts, M0, W, S, sums, O, anch
     for now, one in reversed(list(zip(cuts, read))):
         part, some = parts.each(lambda a: merged(a[now])), grads.each(lambda a: a[now])
         each, more = muon_stretch_backward(
-            rule, pos, tall, part, some, M0, starts, [] if now.start else anchor, one, learned[now], merged(dy[now]))
+            rule, pos, tall, part, some, M0, starts, anchor, one, learned[now], merged(dy[now]))
         dM0 = [d if m is None else m.add_(d) for m, d in zip(dM0, more)]
         for j in reversed(range(now.start, now.stop)):
             _, seen, _, balls, ns = learned[j]

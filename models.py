@@ -581,8 +581,6 @@ class LM(nn.Module):
             if isinstance(m, nn.Linear):
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith(".out") else 1.0
                 nn.init.normal_(m.weight, std=scale * m.in_features ** -0.5)
-                if m.bias is not None:
-                    nn.init.zeros_(m.bias)
         nn.init.normal_(self.embed.weight, std=0.02 if self.config.tie else 1.0)
         for block in self.blocks:
             block.mixer.init()

@@ -382,9 +382,7 @@ def write_keys(rule, state, q, k, ks):
     """
     keys = torch.cat([state.keys, k], 2)
     grow = lambda W: tuple(F.pad(w, (0, 0, 0, k.shape[2])) if i < chunks.firsts(rule) else w for i, w in enumerate(W))
-    state = state._replace(W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), keys=keys)
-    if state.M0:                                              # M0 itself has no row for any key
-        state = state._replace(M0=grow(state.M0))
+    state = state._replace(M0=grow(state.M0), W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), keys=keys)
     n = q.shape[-1] + keys.shape[2]
     hot = torch.eye(ks.shape[2], dtype=q.dtype, device=q.device)
     hot = F.pad(hot, (n - ks.shape[2], 0))                    # the last columns belong to the last keys; missing ones write nothing

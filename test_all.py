@@ -212,6 +212,7 @@ def test_ns_half_precision(dtype, shape):
         close(more.double(), ref.double(), torch.finfo(dtype).eps)
     for ns in (newton_schulz, newton_schulz_ref):
         assert not torch.equal(ns(S.float(), dtype=dtype), ns(S.float()))        # it did iterate in half precision
+    assert newton_schulz_ref(S.to(dtype), dtype=torch.float32).dtype == dtype and newton_schulz_ref(S.float(), dtype=dtype).dtype == torch.float32
 
 
 @pytest.mark.parametrize("shape", [(8, 48), (48, 8), (16, 16)], ids=str)
@@ -916,6 +917,7 @@ MODELS |= {
     "no persistent tokens": ("atlas", dict(wiring="mac", persistent=0)), "norm": ("atlas", dict(memory_norm=True)),
     "chunk 1": ("atlas", dict(chunk=1)), "window > chunk": ("atlas", dict(window=9)), "no conv": ("atlas", dict(conv=False)),
     "uniform gate": ("atlas", dict(gate="uniform")), "forget M0": ("atlas", dict(forget="zero")),
+    "forget M0-mac": ("atlas", dict(forget="zero", wiring="mac", n_layer=1)),
     "sketch": ("omeganet", dict(features="sketch", sketch_dim=5)), "elementwise": ("omeganet", dict(features="elementwise")),
     "exp, gated": ("dot", dict(memory="gated", keep=True))}
 every_model = pytest.mark.parametrize("preset, more", MODELS.values(), ids=MODELS.keys())
@@ -942,8 +944,8 @@ def test_any_split_is_the_whole(preset, more):
     assert [t.shape for t in tensors(state)] == [t.shape for t in tensors(end)]
 
 
-REFERENCED = {name: m for name, m in MODELS.items() if models.build(m[0]).config.mixer == "memory"
-              and models.build(m[0]).config.features != "exp" and (name in models.PRESETS or name.startswith(("atlas-", "omeganet-")))}
+REFERENCED = {name: m for name, m in MODELS.items() if models.PRESETS[m[0]].get("mixer") != "attention"
+              and models.PRESETS[m[0]].get("features") != "exp" and (name in models.PRESETS or name.startswith(("atlas-", "omeganet-")))}
 
 
 @pytest.mark.parametrize("preset, more", REFERENCED.values(), ids=REFERENCED.keys())
@@ -1597,6 +1599,8 @@ def test_bad_configurations():
                        (lambda: models.build("atlas", max_norm=math.inf), "max-norm"), (lambda: models.build("atlas", max_step=-1.0), "max-step"),
                        (lambda: models.build("atlas", memory_branch=False), "no-memory-branch"),
                        (lambda: models.configure("omeganet", features="sketch", degree=3), "degree 2, not 3"),
+                       (lambda: models.configure("atlas", wiring="mag", attn_window=0), "--attn-window"),
+                       (lambda: models.configure("atlas", features="exp"), "--no-muon"),
                        (lambda: models.configure("omeganet", degree=30), "--degree 30 .* million"),
                        (lambda: next(small("atlas").generate(torch.zeros(1, 1, dtype=torch.long), 1, temperature=-1.0)), "at least 0"),
                        (lambda: next(small("atlas").generate(torch.zeros(1, 1, dtype=torch.long), 1, top_k=-1)), "at least 0"),
@@ -1657,6 +1661,128 @@ def test_tokens_of_a_wrong_shape(preset):
             model(tokens)
     with nullcontext() if preset == "transformer" else pytest.raises(ValueError, match="at least one sequence"):
         assert model(torch.zeros(0, 5, dtype=torch.long))[0].shape == (0, 5, 11)
+
+
+PAPER_TABLE = {               # decay, deep, phi, 2nd order, window; then loss, norm inside, momentum
+    "transformer": "--xx-", "swa": "--xxx", "linear": "----- dot", "deltanet": "----- l2", "titans": "xx--- l2 momentum",
+    "dla": "xxx-- dot norm", "swla": "x---x dot", "deeptransformer": "-xx-- dot norm", "swdt": "-xx-x dot norm", "dot": "-xx-x l2",
+    "omeganet": "xxx-x l2", "atlas": "xxxxx l2 momentum", "atlas++": "xxxxx l2 momentum"}
+
+
+def test_models_py_prints_the_models_of_the_paper(monkeypatch, capsys):
+    """A preset that has lost a column of Table 1 (or its loss, norm, momentum) trains as another model; `python models.py` shows which."""
+    assert PAPER_TABLE.keys() == models.PRESETS.keys()
+    for name, told in PAPER_TABLE.items():
+        c = models.Config(**models.PRESETS[name])
+        marks = "".join("-x"[p] for p in models.properties(c))
+        more = [c.loss] + ["norm"] * c.memory_norm + ["momentum"] * c.momentum if c.mixer == "memory" else []
+        assert " ".join([marks, *more]) == told, name
+    monkeypatch.setattr(models, "PRESETS", {name: models.PRESETS[name] for name in ("transformer", "linear")})
+    models.main()
+    _, *said = (line.split() for line in capsys.readouterr().out.splitlines())
+    cache = 2 * 2 * 256 * 192 * 4                             # k and v of two blocks, 256 tokens, float32
+    memory = 2 * 4 * (8 * 16 * 16 + 3 * 3 * 128)              # W of 8 heads and three inputs of the convolution, at any length
+    assert said == [["transformer", *"--xx-", "910,752", f"{cache:,}", f"{4 * cache:,}"], ["linear", *"-----", "878,192", f"{memory:,}", f"{memory:,}"]]
+
+
+@pytest.mark.parametrize("cls", [models.Config, train.TrainConfig])
+def test_every_choice_and_every_least_number_is_checked(cls):
+    """A field that has lost its choices takes any name for the last of them, and one without its least number fails somewhere inside."""
+    free = {"persistent", "sketch_dim", "attn_window", "mlp_hidden", "head_dim", "stop_after", "seed", "warmup", "eval_windows", "sample_tokens", "threads"}
+    text = {"data", "out", "init"}
+    for f in fields(cls):
+        if f.type is str and f.name not in text:
+            with pytest.raises(ValueError, match=f"{train.flag(f.name)} must be one of .*, not 'none of them'"):
+                cls(**{f.name: "none of them"})
+        if f.type in (int, float):
+            least = 256 if f.name == "bpe_size" else int(f.type is int and f.name not in free)
+            with pytest.raises(ValueError, match=f"{train.flag(f.name)} must be at least {least} "):
+                cls(**{f.name: f.type(least - 1)})
+
+
+def test_retrieve_keeps_float32_inside_of_autocast(monkeypatch):
+    """What a wiring reads with fast weights would be bfloat16 where what the layer itself reads is float32."""
+    model, inside, apply = small("atlas", wiring="mac"), [], memory.apply
+    monkeypatch.setattr(memory, "apply", lambda *a: inside.append(torch.is_autocast_enabled("cpu")) or apply(*a))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randint(11, (2, 7)))
+    assert inside and not any(inside)
+
+
+def test_tie_is_one_matrix():
+    """--tie that only scales the embedding has twice the parameters, and two matrices that drift apart."""
+    tied, apart = small("atlas", tie=True), small("atlas")
+    assert tied.head.weight is tied.embed.weight and tied.num_params() == apart.num_params() - apart.embed.weight.numel()
+    assert tied.embed.weight.std() < 0.03 and apart.embed.weight.std() > 0.8
+    seen, x = [], torch.randint(11, (2, 5))
+    tied.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    tied(x)
+    close(seen[0], 4 * tied.embed.weight[x], 1e-6)            # sqrt(n_embd): the blocks see tokens of the size that they have without --tie
+
+
+def test_compile_memory_compiles_chunk_steps_and_swiglus(monkeypatch):
+    """A --compile that leaves the chunk steps eager is slow, and nothing else would tell."""
+    model, seen = small("atlas"), []
+    monkeypatch.setattr(omega_module, "compile_chunks", lambda **how: seen.append(("chunks", how)))
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: seen.append((type(self).__name__, how)))
+    model.compile_memory(mode="x")
+    assert seen == [(name, dict(mode="x")) for name in ("chunks", "SwiGLU", "SwiGLU")]
+
+
+@pytest.mark.parametrize("preset", ["titans", "atlas", "transformer"])
+@torch.no_grad()
+def test_state_bytes_counts_each_tensor_once(preset):
+    """What models.py, bench.py and eval.py report: at a chunk boundary the anchor is W itself; within a chunk it is not."""
+    model = small(preset)
+    for T in (8, 9):
+        state = model(torch.randint(11, (1, T)))[1]
+        each = {id(t): t.nbytes for t in tensors(state) if not isinstance(t, torch.nn.Parameter)}
+        assert models.state_bytes(state) == sum(each.values())
+
+
+def test_linear_memories_start_at_zero():
+    """A linear memory that starts from noise is not linear attention: the M0 of the deep ones alone is drawn."""
+    for preset in models.PRESETS:
+        if models.PRESETS[preset].get("mixer") != "attention":
+            M0 = small(preset).blocks[0].mixer.M0
+            assert all(bool(w.any()) == (small(preset).config.memory != "linear") for w in M0)
+
+
+def test_convolution_of_what_autocast_leaves():
+    """Its numbers and its answer are float32, whatever x comes in."""
+    layer = small("atlas").blocks[0].mixer
+    x, before = torch.randn(2, 9, layer.conv.shape[1]).bfloat16(), torch.zeros(2, 3, layer.conv.shape[1])
+    y = layer.short_conv(x, before)[0]
+    assert y.dtype == torch.float32 and torch.equal(y, layer.short_conv(x.float(), before)[0])
+
+
+@torch.inference_mode()
+def test_a_state_holds_no_block():
+    """W and S as views of those of all blocks."""
+    state, held = small("atlas", chunk=16, muon_every=1)(torch.randint(11, (1, 200)))[1], {}
+    for t in tensors(state):
+        if not isinstance(t, torch.nn.Parameter):
+            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    assert sum(held.values()) <= 2 * models.state_bytes(state)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_starting_values_by_hand(tie):
+    """Matrices keep the size of what they multiply; what is added to the residual stream shrinks with its depth, and a tied embedding is a head."""
+    model = models.build("atlas", vocab_size=200, n_layer=8, n_embd=64, n_head=4, tie=tie)
+    for name, m in model.named_modules():
+        if isinstance(m, torch.nn.Linear) and not (name == "head" and tie):
+            std = 0.02 if name.endswith(".gates") else m.in_features ** -0.5 / (4 if name.endswith(".out") else 1)
+            assert m.weight.std().item() == pytest.approx(std, rel=0.1), name
+    assert model.embed.weight.std().item() == pytest.approx(0.02 if tie else 1.0, rel=0.1)
+
+
+def test_starting_values_of_memories():
+    """A key of length 1 makes hidden units of length about 1, whatever the features."""
+    for preset in ("atlas", "atlas++"):
+        layer = models.build(preset, n_layer=1, n_head=4, expansion=4).blocks[0].mixer
+        for W in layer.M0:
+            assert W.std().item() == pytest.approx(64 ** -0.5, rel=0.05)         # 4 x 16 hidden units
 
 
 # ---- the ball of choice 22
@@ -2541,7 +2667,7 @@ def test_lr_schedule_by_hand():
 
 def test_minutes_end_a_run_whose_steps_take_too_long(text, tmp_path, monkeypatch, capsys):
     """A run that is cut off with its rates still high loses what the decay is worth; one that may not be is late."""
-    clock = count()
+    clock = count(10**6)                                      # a real one tells the time since the machine was switched on
     monkeypatch.setattr(train.time, "perf_counter", lambda: next(clock) / 10)          # each look at the clock takes 0.1 s
     assert go(text, tmp_path / "out", "--steps", 1000, "--minutes", 0.1, "--warmup", 0, "--eval-every", 1000) == 0
     steps, lr, val = zip(*rows(tmp_path / "out", "step", "lr", "val"))
@@ -2706,6 +2832,55 @@ def test_evaluation_on_some_windows_spreads_over_the_split(monkeypatch):
     assert sum(calls) == 3
 
 
+def test_where_compiling_fails_nothing_is_compiled(capsys):
+    """A run that goes on without torch.compile would call it, and fail, again in its next step."""
+    from torch._inductor.exc import InductorError
+    graphs, model, x = [], tiny_model("linear"), torch.zeros(1, 4, dtype=torch.long)
+    part = torch.compile(lambda a: a + 1, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+
+    def loss(x, y):
+        raise InductorError(RuntimeError("no C++ compiler"), None)
+    model.compile_memory, model.loss = lambda: None, loss
+    try:
+        train.compile_model(model, x, x, torch.float32)
+        part(torch.zeros(2))
+    finally:
+        torch.compiler.set_stance("default")
+    assert not graphs and "no C++ compiler" in capsys.readouterr().err
+
+
+def test_the_end_is_of_the_best_weights(text, tmp_path, monkeypatch):
+    """The figures and the sample at the end are said to be those of best.pt; the last step's may be worse."""
+    values, seen = iter([2.0, 3.0] + [1.0] * 9), []
+    monkeypatch.setattr(train, "evaluate", lambda model, *_, **__: seen.append(deepcopy(model.state_dict())) or next(values))
+    assert go(text, tmp_path, "--steps", 2, "--eval-every", 1) == 0
+    best = train.load_checkpoint(tmp_path)["model"]
+    assert same(dict(seen[-1]), dict(best)) and not same(dict(seen[1]), dict(best))
+
+
+def test_validation_is_of_as_many_windows_as_asked_for(text, tmp_path, monkeypatch):
+    """--eval-windows and --batch-size in each other's place: another figure, at another price."""
+    seen = []
+    monkeypatch.setattr(train, "evaluate", lambda model, ids, *how, **more: seen.append(how) or 1.0)
+    assert go(text, tmp_path, "--steps", 1, "--batch-size", 3, "--eval-windows", 5) == 0
+    assert seen[0] == (16, 3, 5)
+
+
+def test_lines_arrive_when_they_are_said(monkeypatch):
+    """`python train.py | tee log` would show nothing for minutes."""
+    said = []
+    monkeypatch.setattr("builtins.print", lambda *_, **how: said.append(how))
+    train.say("a line")
+    assert said == [dict(flush=True)]
+
+
+def test_one_process_saves(tmp_path, monkeypatch):
+    """Of several processes the first: each has random numbers of its own, and those of the last to save would be resumed with."""
+    monkeypatch.setattr(train, "rank", lambda: 1)
+    train.save_checkpoint(tmp_path / "ckpt.pt", dict(step=1), tiny_model(), [])
+    assert not list(tmp_path.iterdir())
+
+
 # ---- exact resume
 
 @pytest.mark.parametrize("flags", [["--optimizer", "muon", "--grad-accum", 2], ["--model", "transformer"]])
@@ -2827,6 +3002,28 @@ def test_log_rows_of_lost_steps_are_dropped(tmp_path):
         ["step", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11"]
     train.open_log(path, 99).close()
     assert path.read_text().splitlines()[-1] == "10,1,,1,1,1,1"
+
+
+def test_resume_asks_for_no_vocabulary(text, tmp_path, monkeypatch):
+    """A run on GPT-2's tokens must go on where there is no network: its checkpoint has them."""
+    fake_gpt2(monkeypatch)
+    assert go(text, tmp_path, "--tokenizer", "gpt2", "--steps", 2, "--stop-after", 1) == 0
+    monkeypatch.setattr(tiktoken, "get_encoding", None)
+    assert go(text, tmp_path, "--resume", "--stop-after", 2) == 0
+
+
+def test_threads_reach_torch(text, tmp_path, monkeypatch):
+    """--threads that does nothing: two runs beside each other take ten times as long."""
+    threads, real = [], torch.set_num_threads
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(train, "cpu_quota", lambda: math.inf)
+    monkeypatch.setattr(train, "prepare_data", lambda *_: 1 / 0)
+    for flags in ([], ["--threads", "3"]):
+        with pytest.raises(ZeroDivisionError):
+            train.main(["--device", "cpu", "--out", str(tmp_path), *flags])
+    monkeypatch.setattr(eval, "text_task", lambda _: 0)
+    assert eval.main(["--device", "cpu", "--threads", "2"]) == 0
+    assert threads == [3, 2]
 
 
 # ---- signals, faults, limits
@@ -3302,6 +3499,14 @@ def test_torch_load_is_always_weights_only():
                 assert name not in ("eval", "exec", "pickle.load", "pickle.loads"), (path, node.lineno)
 
 
+def test_a_checkpoint_without_one_of_its_parts_is_refused(copy, capsys):
+    """Else a KeyError, somewhere in a run."""
+    good = torch.load(copy / "best.pt", weights_only=True)
+    for key in good:
+        torch.save({name: value for name, value in good.items() if name != key}, copy / "best.pt")
+        assert ("not written by" if key == "format" else key) in refused(capsys, sample.main, "--ckpt", copy)
+
+
 # ---- sample.py
 
 def speak(capsys, ckpt, *flags):
@@ -3406,7 +3611,7 @@ def test_half_a_character_is_never_written():
 
 def python(*argv, **more):
     return subprocess.Popen([sys.executable, *map(str, argv)], text=True, encoding="utf-8", stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", **more})
+                            stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **more})
 
 
 def test_scripts_from_another_folder_to_an_ascii_pipe(text, tmp_path, monkeypatch):
@@ -3431,6 +3636,22 @@ def test_importing_the_scripts_does_nothing():
             "import train, sample; assert state() == before and not torch.cuda.is_initialized()")
     run = python("-c", code, PYTHONPATH=str(HERE))
     assert run.communicate(timeout=300) == ("", "") and run.returncode == 0
+
+
+def test_writing_is_without_dropout():
+    """A sample of a model with holes in it."""
+    model, tokenizer = tiny_model(dropout=0.9).train(), data.make_tokenizer("char", "abcdefghijklmnopqrst")
+    a, b = ("".join(train.continue_text(model.train(), tokenizer, [3], 20, temperature=0)) for _ in range(2))
+    assert a == b and len(a) == 20
+
+
+def test_a_sample_with_letters_that_the_terminal_has_not(trained, monkeypatch):
+    """One such letter, and a long text ends in a UnicodeEncodeError."""
+    arrived = io.BytesIO()
+    monkeypatch.setattr(sample, "continue_text", lambda *_, **__: iter(["caf\u00e9"]))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(arrived, encoding="ascii"))
+    assert sample.main(["--ckpt", str(trained), "--device", "cpu"]) == 0
+    assert arrived.getvalue().split() == [b"caf?"]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -3567,6 +3788,12 @@ def test_decode_states_are_those_of_a_stream():
     assert made[0].pos == 10                                  # the run leaves the state as it was
 
 
+def test_clock_is_the_time_between():
+    """Every figure of the bench is its answer."""
+    ticks, log = iter([3.0, 5.5]), []
+    assert bench.clock(lambda: log.append(next(ticks)), CPU, lambda: log.append("look") or 4.0 * len(log)) == 8.0 and log == ["look", 3.0, "look"]
+
+
 # ---- bench.py: the command
 
 def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
@@ -3658,7 +3885,7 @@ def test_stream_tells_growth_and_nan(capsys):
     grow = lambda state: (torch.zeros(4 if state is None else len(state[0]) + 4),)
     assert eval.stream(Stub(uniform, grow), ids, 20_000) == 1
     assert eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000) == 1
-    assert "FAILED" in capsys.readouterr().out
+    assert "FAILED: the loss is nan after 1,024 tokens" in capsys.readouterr().out
 
 
 def test_position_loss_is_the_mean_loss_seen_by_position():
@@ -3667,6 +3894,7 @@ def test_position_loss_is_the_mean_loss_seen_by_position():
         sure = 50 * torch.nn.functional.one_hot((x + 1) % 5, 5).float()
         return sure * (torch.arange(x.shape[1]) >= 3)[:, None]
     at, n = eval.position_loss(Stub(logits), torch.arange(81) % 5, 8, batch_size=3, n_windows=100)
+    assert eval.buckets(16) == [(0, 16)] and eval.buckets(64)[-1] == (32, 64)                     # none from 16 to 16
     assert n == 10 and torch.allclose(at, torch.tensor([math.log(5)] * 3 + [0.0] * 5, dtype=torch.float64), atol=1e-6)
     assert eval.position_loss(Stub(logits), torch.arange(81) % 5, 8, 3, n_windows=5)[1] == 5
     edges = eval.buckets(100)
@@ -3745,6 +3973,41 @@ def test_eval_mistakes_are_one_line(argv, names, capsys):
         code = end.code
     err = capsys.readouterr().err
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and names in err
+
+
+@pytest.mark.parametrize("script", [eval, sample, bench])
+def test_help_tells_the_defaults(script, capsys):
+    """A default that has changed and its help has not."""
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    text = capsys.readouterr().out.split("the network")[0]
+    shown = dict(re.findall(r"^  --([\w-]+)(?:(?!^  -).)*?\[(?!--)([^\[\]]*)\]$", text, re.M | re.S))
+    default = vars(script.parse([]))
+    told = {name: value for name, value in shown.items() if re.fullmatch(r"[\w.]+", value) and value != "all"}
+    assert len(told) >= 4
+    for name, value in told.items():
+        real = default[name.replace("-", "_")]
+        real = real[0] if isinstance(real, list) else real
+        assert str(real) == value or float(value) == real, name
+
+
+def test_eval_reads_without_dropout(copy, capsys, monkeypatch):
+    """train.evaluate takes care of itself; the loss by position and the stream would be those of a model with holes."""
+    training = []
+    monkeypatch.setattr(eval, "position_loss", lambda model, ids, length, *_: training.append(model.training) or (torch.zeros(length), 1))
+    monkeypatch.setattr(eval, "stream", lambda model, *_: training.append(model.training) or 0)
+    assert eval.main(["--ckpt", str(copy), "--device", "cpu"]) == 0
+    assert training == [False, False]
+
+
+def test_seed_of_mqar_reaches_the_weights(monkeypatch):
+    """--seed is said to be that of weights and sequences."""
+    drawn = []
+    monkeypatch.setattr(models, "build", lambda *_, **__: drawn.append(torch.rand(3)) or 1 / 0)
+    for seed in "112":
+        with pytest.raises(ZeroDivisionError):
+            eval.main(["--task", "mqar", "--device", "cpu", "--seed", seed])
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[1], drawn[2])
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -4125,6 +4388,66 @@ MUTANTS = [
      "test_where_each_token_costs_more_than_the_last_the_last_pass_ends_earlier"),
     ("out of memory, in a traceback", "train.py", "        if not out_of_memory(fault):\n            raise\n        code", "        raise\n        code",
      "test_out_of_memory_elsewhere"),
+    ("a preset without its norm", "models.py", 'loss="dot", window=1, memory_norm=True,             **_simple)',
+     'loss="dot", window=1,             **_simple)', "test_models_py_prints_the_models_of_the_paper"),
+    ("the table of models tells nothing", "models.py", 'c.features not in ("none", "elementwise"), c.muon',
+     'c.features in ("none", "elementwise"), c.muon', "test_models_py_prints_the_models_of_the_paper"),
+    ("python models.py at other lengths", "models.py", "for T in (256, 1024))",
+     "for T in (257, 1024))", "test_models_py_prints_the_models_of_the_paper"),
+    ("any name for what is forgotten", "models.py", ',\n                      choices=("start", "zero"))',
+     ")", "test_every_choice_and_every_least_number_is_checked"),
+    ("a network without tokens", "models.py", 'set from the tokenizer", low=1)',
+     'set from the tokenizer")', "test_every_choice_and_every_least_number_is_checked"),
+    ("mag without a window", "models.py", 'if self.wiring != "lmm" and not self.attn_window:', "if False:", "test_bad_configurations"),
+    ("a network of exp features with Newton-Schulz", "models.py", 'if self.muon and self.features == "exp":', "if False:", "test_bad_configurations"),
+    ("autocast reaches what is retrieved", "models.py", "with torch.autocast(x.device.type, enabled=False):\n            rows =",
+     "with torch.autocast(x.device.type):\n            rows =", "test_retrieve_keeps_float32_inside_of_autocast"),
+    ("--tie ties nothing", "models.py", "            self.head.weight = self.embed.weight\n", "            pass\n", "test_tie_is_one_matrix"),
+    ("compile_memory leaves the chunk steps", "models.py", "        omega.compile_chunks(**options)\n",
+     "", "test_compile_memory_compiles_chunk_steps_and_swiglus"),
+    ("NS of the definition in another type", "muon.py", "    X = X.to(S.dtype)\n    return start", "    return start", "test_ns_half_precision"),
+    ("W counted twice at a chunk boundary", "models.py", "        state = state._replace(anchor=())                     # the same",
+     "        pass                     # the same", "test_state_bytes_counts_each_tensor_once"),
+    ("total of a memory that is counted from zero", "omega.py", "for a, b in zip(state.M0, state.W)) if state.M0 else state.W",
+     "for a, b in zip(state.M0, state.W))", "test_any_split_is_the_whole[forget M0-mac]"),
+    ("a compiler that failed is asked again", "train.py", '            torch.compiler.set_stance("force_eager")\n',
+     "", "test_where_compiling_fails_nothing_is_compiled"),
+    ("resuming asks for the vocabulary", "train.py", 'tokenizer_from_state(known["tokenizer"]) if known else make_tokenizer(',
+     "make_tokenizer(", "test_resume_asks_for_no_vocabulary"),
+    ("--threads does nothing", "train.py", "    if n:\n        torch.set_num_threads(n)",
+     "    if False:\n        torch.set_num_threads(n)", "test_threads_reach_torch"),
+    ("--threads of eval.py does nothing", "eval.py", "    train.set_threads(args.threads)\n", "", "test_threads_reach_torch"),
+    ("a bucket of no positions", "eval.py", "for i in range(60) if 16 * 2**i < length)",
+     "for i in range(60) if 15 * 2**i < length)", "test_position_loss_is_the_mean_loss_seen_by_position"),
+    ("the convolution rounds to what comes in", "models.py", "y = torch.empty_like(x, dtype=taps.dtype)",
+     "y = torch.empty_like(x)", "test_convolution_of_what_autocast_leaves"),
+    ("a state holds all blocks", "chunks.py", "[a.clone() for a in (*W, *S, *sums, *O)]",
+     "[a for a in (*W, *S, *sums, *O)]", "test_a_state_holds_no_block"),
+    ("the bench's clock adds", "bench.py", "return timer() - began", "return timer() + began", "test_clock_is_the_time_between"),
+    ("eval.py's help tells another default", "eval.py", '"--seq-len", type=int, default=24',
+     '"--seq-len", type=int, default=25', "test_help_tells_the_defaults"),
+    ("the rates fall with the time since the machine was switched on", "train.py", "lr_scale(step - 1, tc, earlier + tick - began)",
+     "lr_scale(step - 1, tc, earlier + tick)", "test_minutes_end_a_run_whose_steps_take_too_long"),
+    ("the end is of the last weights", "train.py", '    model.load_state_dict(ckpt["model"])\n    val = splits[1]',
+     "    val = splits[1]", "test_the_end_is_of_the_best_weights"),
+    ("eval.py reads with dropout", "eval.py", "model.to(device).eval()", "model.to(device)", "test_eval_reads_without_dropout"),
+    ("a stream that ends without a word", "eval.py", '            say(f"FAILED: the loss is {loss} after {seen:,} tokens")\n',
+     "", "test_stream_tells_growth_and_nan"),
+    ("lines wait in a buffer", "train.py", "print(text, flush=True)", "print(text)", "test_lines_arrive_when_they_are_said"),
+    ("every process saves", "train.py", "    if rank():\n        return\n    tmp =", "    tmp =", "test_one_process_saves"),
+    ("the residual stream grows with its depth", "models.py", "(2 * self.config.n_layer) ** -0.5", "2 ** -0.5", "test_starting_values_by_hand"),
+    ("a tied embedding starts large", "models.py", "std=0.02 if self.config.tie else 1.0", "std=1.0", "test_starting_values_by_hand"),
+    ("samples with dropout", "train.py", "model.eval().generate(", "model.generate(", "test_writing_is_without_dropout"),
+    ("a sample is for its own terminal", "sample.py", 'sys.stdout.reconfigure(errors="replace")',
+     "pass", "test_a_sample_with_letters_that_the_terminal_has_not"),
+    ("M0 of the size of its features", "models.py", "std=self.M0[-1].shape[1] ** -0.5",
+     "std=self.M0[0].shape[1] ** -0.5", "test_starting_values_of_memories"),
+    ("tied embeddings are small", "models.py", "x = x * self.config.n_embd ** 0.5", "x = x / self.config.n_embd ** 0.5", "test_tie_is_one_matrix"),
+    ("--seed of mqar is of the sequences alone", "eval.py", "    torch.manual_seed(args.seed)\n", "", "test_seed_of_mqar_reaches_the_weights"),
+    ("a checkpoint without its seconds", "train.py", "            seconds=float, model=dict",
+     "            model=dict", "test_a_checkpoint_without_one_of_its_parts_is_refused"),
+    ("--eval-windows in the place of --batch-size", "train.py", "tc.batch_size, tc.eval_windows, dtype=dtype)",
+     "tc.eval_windows, tc.batch_size, dtype=dtype)", "test_validation_is_of_as_many_windows_as_asked_for"),
     ("generate forgets the text before the prompt", "models.py", "        for _ in range(max_new_tokens):", "        state = None\n        for _ in range(max_new_tokens):",
      "test_generate"),
     ("layers used apart are dead", "models.py", "        layer.init()\n", "        pass\n", "test_a_layer_in_another_model_learns"),
