@@ -19,9 +19,9 @@ products a chunk: at a fixed anchor a token's gradient is x^T d, so
     r_t W_t = keepprod * (R W_0) + u * (R S_0) + (P o (R X^T)) D    for all rows r_t at once: attention with P for a softmax
 
 with A[t, n] = prod keep_{n+1..t}, Theta[t, n] = prod momentum_{n+1..t}; keepprod_t and momprod_t are the products from the chunk's first
-token to t, W_0 and S_0 one matrix and its momentum before the chunk (not W[0], the first matrix of a memory, nor M0, where a text began), r_t, x_i and d_i the rows of R, X and D (in this formula alone not
-the head dim), and o multiplies elementwise. No per-token weight is formed. With Newton-Schulz one W and one sum of S_t for each m-token
-block are, and r_t W_t is two products with that block's weights.
+token to t, W_0 and S_0 one matrix and its momentum before the chunk (not W[0], the first matrix of a memory, nor M0, where a text began),
+r_t, x_i and d_i the rows of R, X and D (in this formula alone not the head dim), and o multiplies elementwise. No per-token weight is
+formed. With Newton-Schulz one W and one sum of S_t for each m-token block are, and r_t W_t is two products with that block's weights.
 
 P for c = 3, window = 2, no momentum, and a pair 0 from before the chunk (k, s, g for keep, step, gate): each row is the one above times
 keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and once more at token 3, has faded once by then:
