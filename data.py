@@ -585,13 +585,17 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
 
 # ---- main
 
-def main(argv=None):
+def parse(argv=None):
     parser = Parser(prog="data.py", allow_abbrev=False, description="A text, however large, as files of token ids, which train.py reads "
                     "from the disk: OUT/train.bin and, of its last tenth, OUT/val.bin. Two bytes an id, as nanoGPT's.")
     parser.add_argument("--data", required=True, help="a text file, or a folder: all its .txt files, in subfolders, too")
     parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="what a token is [gpt2]")
     parser.add_argument("--out", default="tokens", help="folder for train.bin and val.bin [tokens]")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
     try:
         make_token_files(args.data, args.tokenizer, args.out)
     except UserError as fault:

@@ -121,7 +121,7 @@ def stream(model, ids, n):
     growth = [after / before - 1 for before, after in zip(base, now)]
     say(f"since the first tenth: resident memory {growth[0]:+.1%}, state {growth[1]:+.1%}")
     c = model.config
-    if c.features == "exp" or c.mixer == "attention" and not c.attn_window:
+    if train.holds_all(c):
         say("the state of this model holds every token, so it grows with the stream")
         return 0
     if max(growth) > 0.05:

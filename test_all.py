@@ -1688,7 +1688,8 @@ def test_models_py_prints_the_models_of_the_paper(monkeypatch, capsys):
 @pytest.mark.parametrize("cls", [models.Config, train.TrainConfig])
 def test_every_choice_and_every_least_number_is_checked(cls):
     """A field that has lost its choices takes any name for the last of them, and one without its least number fails somewhere inside."""
-    free = {"persistent", "sketch_dim", "attn_window", "mlp_hidden", "head_dim", "stop_after", "seed", "warmup", "eval_windows", "sample_tokens", "threads"}
+    free = {"persistent", "sketch_dim", "attn_window", "mlp_hidden", "head_dim", "stop_after", "seed", "warmup", "eval_windows",
+            "sample_tokens", "threads"}
     text = {"data", "out", "init"}
     for f in fields(cls):
         if f.type is str and f.name not in text:
@@ -3261,10 +3262,10 @@ def test_out_of_memory_elsewhere(main, trained, monkeypatch, capsys):
     assert err[-1].startswith("error: out of memory") and not any("Traceback" in line for line in err)
 
 
-@pytest.mark.parametrize("main", [lambda *argv: train.main([*NET, *RUN, *argv]), lambda *argv: eval.main(["--task", "mqar", *argv]), lambda *argv: bench.main([*argv])])
-def test_more_threads_than_can_be_started(main, capsys):
+@pytest.mark.parametrize("main, flags", [(train.main, [*NET, *RUN]), (eval.main, ["--task", "mqar"]), (bench.main, [])])
+def test_more_threads_than_can_be_started(main, flags, capsys):
     """Millions of them end in a segmentation fault."""
-    assert "at most 1024" in refused(capsys, lambda argv: main(*argv), "--threads", "5000000")
+    assert "at most 1024" in refused(capsys, main, *flags, "--threads", "5000000")
 
 
 def test_out_of_memory_names_the_knobs_and_leaves_the_earlier_run_alone(copy, text, monkeypatch, capsys):
@@ -3965,7 +3966,8 @@ def test_resident_memory_of_any_system(monkeypatch):
     (["--ckpt", "/no/such"], "/no/such"), (["--window", "3"], "--window"), (["--wat"], "--wat"), (["--batch-size", "-1"], "--batch-size"),
     (["--task", "mqar", "--window", "0"], "--window"), (["--task", "mqar", "--pairs", "40"], "pairs"),
     (["--task", "mqar", "--model", "gpt"], "transformer"), (["--stream", "-5"], "--stream"), (["--lr", "1"], "--lr"),
-    (["--task", "mqar", "--stream", "5"], "--stream"), (["--task", "mqar", "--batch-size", "0"], "--batch-size"), (["--task", "mqar", "--seed", str(10**13)], "--seed"), (["--threads", str(10**11)], "--threads")])
+    (["--task", "mqar", "--stream", "5"], "--stream"), (["--task", "mqar", "--batch-size", "0"], "--batch-size"),
+    (["--task", "mqar", "--seed", str(10**13)], "--seed"), (["--threads", str(10**11)], "--threads")])
 def test_eval_mistakes_are_one_line(argv, names, capsys):
     try:
         code = eval.main(argv)
@@ -4021,6 +4023,22 @@ def test_readme_python_runs():
     """A call in the README that the code no longer has: the first thing that a reader tries fails."""
     for block in re.findall(r"```python\n(.*?)```", README, re.S):
         exec(block, {})                                       # a process of its own would take two seconds to begin
+
+
+def test_readme_commands_are_understood():
+    """What a reader copies, in a block or in a sentence, must not end in a line about flags."""
+    blocks = [line.split("#")[0].split("&&")[-1] for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
+    said = [line for line in blocks + re.findall(r"`([^`]*)`", README + NOTEBOOK) if re.search(r"\w+\.py\b +-(?!.*-help)", line)]
+    for line in said:
+        script, argv = re.search(r"(\w+)\.py (.*)", " ".join(line.split())).groups()
+        given = dict(train=train, sample=sample, eval=eval, bench=bench, data=data, test_all=None)[script]
+        if given is train:
+            given = {name: value for name, value in train.parse(argv.split()).items() if name not in ("resume", "init")}
+            if given.get("device") != "cuda":
+                train.settings(given)
+        elif given:
+            given.parse([word.strip('"') for word in argv.split()])
+    assert len(said) > 20
 
 
 def test_readme_names_only_flags_that_exist():
@@ -4448,6 +4466,8 @@ MUTANTS = [
      "            model=dict", "test_a_checkpoint_without_one_of_its_parts_is_refused"),
     ("--eval-windows in the place of --batch-size", "train.py", "tc.batch_size, tc.eval_windows, dtype=dtype)",
      "tc.eval_windows, tc.batch_size, dtype=dtype)", "test_validation_is_of_as_many_windows_as_asked_for"),
+    ("a command of the README with a flag of another script", "README.md", "python eval.py --ckpt out  ", "python eval.py --prompt out  ",
+     "test_readme_commands_are_understood"),
     ("generate forgets the text before the prompt", "models.py", "        for _ in range(max_new_tokens):", "        state = None\n        for _ in range(max_new_tokens):",
      "test_generate"),
     ("layers used apart are dead", "models.py", "        layer.init()\n", "        pass\n", "test_a_layer_in_another_model_learns"),
@@ -4511,7 +4531,7 @@ MUTANTS = [
      "test_second_derivatives_are_refused"),
     ("exp features with Newton-Schulz", "omega.py", 'if phi.kind == "exp" and rule.muon_every:', "if False:",
      "test_exp_has_no_reference_and_no_newton_schulz"),
-    ("a cache that grows has failed", "eval.py", 'c.mixer == "attention" and not c.attn_window', "False",
+    ("a cache that grows has failed", "eval.py", "if train.holds_all(c):", "if False:",
      "test_stream_tells_growth_and_nan"),
     ("--help shows what no run has", "train.py", "presets.get(f.name, f.default)", "f.default",
      "test_every_field_is_a_flag_and_help_lists_it_with_its_default"),

@@ -137,8 +137,8 @@ def parse(argv=None):
 
 def settings(given, ckpt=None, origin=None):
     """-> TrainConfig, Config: defaults < size < preset < flags. On resume they are the checkpoint's, and a flag that would change the
-    run is refused, not ignored. With an `origin`, --init's checkpoint, the network is its, but for what flags say, and the model, the
-    size and the tokenizer that it was called by are."""
+    run is refused, not ignored. With an `origin`, the checkpoint of --init, its network takes the place of size and preset, and model, size
+    and tokenizer have to be its own."""
     names = {f.name for f in fields(TrainConfig)}
     if ckpt:
         train, config = dict(ckpt["train"]), ckpt["config"]
@@ -257,7 +257,7 @@ def rebuild(ckpt):
 
 
 def begin(config, origin):
-    """A new model; with an `origin`, --init's checkpoint, of its weights."""
+    """A new model; with an `origin`, the checkpoint of --init, it has its weights."""
     model = LM(config)
     if origin:
         try:
@@ -853,7 +853,7 @@ def main(argv=None):
 
 
 def exit_code(task, stopped="stopped", more_memory="take less at a time"):
-    """task() -> its exit code; for what a user can be told in one line, that line on stderr. (bench.py, eval.py, sample.py: likewise.)"""
+    """task() -> its exit code; for what a user can be told in one line, that line on stderr. Also for bench.py, eval.py and sample.py."""
     try:
         return task() or 0
     except BrokenPipeError:                                   # `| head` has seen enough; no second flush at exit
