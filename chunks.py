@@ -176,7 +176,7 @@ def learn_chunk(rule, closes, tall, part, M0, C, anchor, after):
         x_i, d_i = gradients of all n pairs at the anchor               one pass through the memory and back (Eq 16)
         W += X^T (P_last o D),   S += X^T (G_last o D)                  what the chunk adds
         W += keepprod W_0 + u S_0,   S += momprod S_0                   what it keeps of what was there before
-        W *= ball / |W|                                                 choice 22, where the chunk ends
+        W *= ball / |W|                                                 choice 22, where the chunk ends, if |W| is above the ball
 
     C and `after`: W and S of each matrix, (N, s, k, wide) as `lay` has them. C = [] stands for zeros, M0 = [] for none, anchor = [] for the
     W of C. -> flat, all tensors, for the gradient: z and f of memory.gradients; d of every matrix; x of every one but the first; balls.
