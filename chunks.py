@@ -24,7 +24,8 @@ pairs, which are 64 tokens, the 7 before them and an idle one:
     with Newton-Schulz every 16 tokens, 4 blocks: G (12, 5, 72), a row a block and one of the last token; W_j over O_j (12, 4, 2, 16, 153)
 
 Arguments that most functions have: `tall` says of each matrix whether it lies transposed (`lay`); `closes`, whether the last token of each
-part ends a chunk, where the ball of choice 22 is; `pos`, with Newton-Schulz, how many tokens into a block of muon_every the first one is.
+part ends a chunk, where the ball of choice 22 is; `anchor`, where gradients are taken in a run that begins within a chunk, which is then of
+that one chunk (empty: at W); `pos`, with Newton-Schulz, how many tokens into a block of muon_every the first one is.
 `kept` collects what the gradient needs. The order: a chunk's products; chunks without Newton-Schulz, and with; many of them at a time; and
 in the second half all gradients.
 """
@@ -198,7 +199,7 @@ def read_chunks(rule, tall, part, pairs, C, M0):
     """What all tokens read, each at its own W_t, of any number of chunks (N, ..): layer by layer, as an MLP is computed.
 
         z = r_t (keepprod_t W_0 + u_t S_0 + M0)  +  (P o R X^T) D       the memory before the chunk; and what the chunk wrote up to t
-        r = gelu(z)                                                     are the rows that read the next matrix
+        r = gelu(z)                                                     the rows that read the next matrix; of a gated memory gelu(z) * z', Eq 43
 
     C and M0 of each matrix, or empty, for zero.
     -> z of the last matrix (N, c, D); for the gradient: z before it and R X^T at it (None for a linear memory), and that of read_carried.
@@ -215,7 +216,7 @@ def read_chunks(rule, tall, part, pairs, C, M0):
 
 def plain_chunks(rule, closes, tall, parts, M0, C, anchor, kept=None):
     """All chunks -> what is read (chunks, N, c, D), C at the end. `kept` gets what the gradient needs: first C before each chunk and
-    after the last (chunks + 1, N, ..), then of each stretch. An anchor that is not W is of a run that begins within a chunk, and ends with it.
+    after the last (chunks + 1, N, ..), then of each stretch.
     """
     (count, N, n, D), c, s, cuts = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2], stretches(parts, C or M0, not C)
     room = 1 + (count if kept is not None else longest(cuts))

@@ -23,7 +23,7 @@ from muon import COEFFICIENTS
 from poly import FEATURES, Features, features_dim
 
 WIRINGS = ("lmm", "mag", "mal", "mac")
-LIMIT = 2**31                                                 # of all integers: what torch takes for a number of threads
+LIMIT = 2**31                                                 # of all integers, as torch takes them
 
 
 def opt(default, help, **more):

@@ -248,6 +248,8 @@ def plain_mixing(gates):
 
         G_t = momentum_t * G_{t-1} + Gate_t,   momprod_t            S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i         Eq 33, 39
         P_t = keep_t * P_{t-1} - step_t * G_t,   keepprod_t, u_t    W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
+
+    u_t runs as P_t, with momprod_t in the place of G_t.
     """
     keepprod, minus_step = cumprod(gates.keep), -gates.step[..., None]
     if gates.momentum is None:                                # S_t is g_t: G is Gate, and there is no S_0
@@ -264,7 +266,8 @@ def muon_mixing(gates, m, pos):
     """The same where Newton-Schulz stands between S and W, so that only what is before it, and what is after it, can be mixed.
 
     Before: G and momprod, summed over the tokens of each block, for that sum is what it sees; with momentum one row more, of the last S_t.
-    After, in a block whose O is fixed: W_t = since_t W_j + own_t O_j, and from block to block `shares`.
+    After, in a block whose O is fixed: W_t = since_t W_j + own_t O_j with since_t = keep_t since_{t-1}, own_t = keep_t own_{t-1} - step_t
+    from 1 and 0 before the block (Eq 32); and from block to block `shares`.
     """
     c, like = gates.keep.shape[-1], dict(dtype=gates.gate.dtype, device=gates.gate.device)
     blocks, fill = -(-(pos + c) // m), chunks.padding(pos, c, m)

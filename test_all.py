@@ -2027,7 +2027,7 @@ def test_text_unreadable(tmp_path, monkeypatch):
 
 def test_a_token_file_is_no_text(tmp_path):
     """Ids of one byte are UTF-8 with a NUL between each two: it would be trained on without a word."""
-    data.np.array([104, 105] * 50, "<u2").tofile(tmp_path / "train.bin")
+    token_file(tmp_path / "train.bin", [104, 105] * 50)
     assert str(tmp_path) + "\n" in user_error(data.read, str(tmp_path / "train.bin")) + "\n"
     (tmp_path / "texts.bin").mkdir()
     (tmp_path / "texts.bin" / "a.txt").write_text("a folder may be named as it likes")
@@ -3013,9 +3013,9 @@ def test_resume_asks_for_no_vocabulary(text, tmp_path, monkeypatch):
     assert go(text, tmp_path, "--resume", "--stop-after", 2) == 0
 
 
-def test_threads_reach_torch(text, tmp_path, monkeypatch):
-    """--threads that does nothing: two runs beside each other take ten times as long."""
-    threads, real = [], torch.set_num_threads
+def test_threads_reach_torch(tmp_path, monkeypatch):
+    """--threads that does nothing: two runs beside each other wait for each other."""
+    threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(train, "cpu_quota", lambda: math.inf)
     monkeypatch.setattr(train, "prepare_data", lambda *_: 1 / 0)
@@ -3047,7 +3047,7 @@ def test_a_signal_finishes_the_step_and_saves(number, code, text, tmp_path, monk
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no hang-up")
-def test_nohup(text, tmp_path, monkeypatch):
+def test_nohup():
     """A run that was told to outlive its terminal must."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
