@@ -214,8 +214,14 @@ def parse(argv=None):
     own = set(vars(parser.parse_args([])))
     network = parser.add_argument_group("--task mqar: the network", "In [] is what atlas has here.")
     train.add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=("vocab_size",))
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(TEXT + MQAR)))             # None: not given
     args.config = {name: value for name, value in vars(args).items() if name not in own}
+    for name in MQAR if args.task == "text" else TEXT:
+        if getattr(args, name) is not None:
+            parser.error(f"{train.flag(name)} is not for --task {args.task}")
+    for name in TEXT + MQAR:
+        if getattr(args, name) is None:
+            setattr(args, name, parser.get_default(name))
     if args.batch_size is None:
         args.batch_size = 32 if args.task == "mqar" else 8
     for name, low in dict(batch_size=1, length=0, windows=1, stream=0, threads=0, steps=1, seed=0).items():
@@ -223,9 +229,6 @@ def parse(argv=None):
             parser.error(f"{train.flag(name)} must be at least {low} and below 2^31")
     if args.task == "text" and args.config:
         parser.error(f"{train.flag(next(iter(args.config)))} is for --task mqar; a checkpoint brings its own network")
-    for name in MQAR if args.task == "text" else TEXT:
-        if getattr(args, name) != parser.get_default(name):
-            parser.error(f"{train.flag(name)} is not for --task {args.task}")
     return args
 
 
