@@ -1,18 +1,19 @@
 """chunks.py - how a run of chunks is computed: each learns after the one before it, many are read at once; and the gradient of all that.
 
-What a chunk is, and every symbol here, is in omega.py. There are four products in a chunk, for each matrix of the memory:
+What a chunk is, and every symbol here, is in omega.py. What is computed in a chunk, for each matrix of the memory:
 
     read_carried        r_t (keepprod_t W_0 + u_t S_0 + M0)              what tokens read of what was there before their chunk
     read_chunks         + (P o R X^T) D                                  and of what it has learned up to them
     learn_chunk         x_i, d_i at the anchor;  X^T (P_last o D)        what the chunk leaves behind
-    muon_learn          the same for the sum of the S_t of every block j, and from those W_j and O_j, which muon_read reads
+    muon_learn          the same for the sum of the S_t of every block j, and from those W_j and O_j
+    muon_read           r_t (since_t W_j + own_t O_j + M0)
 
 Only learning has to go from chunk to chunk. What the tokens of a chunk read depends on the W and S before it and on its pairs, so
 stretches of chunks are read together, and the gradient of that is computed together; without Newton-Schulz so is all of the gradient but
 what leads from W and S after a chunk to those before it.
 
-N is B H (sequences and heads do not take turns), c the tokens of a chunk, n the pairs they learn from, and C s matrices that are read,
-one below the other, (N, s, k, wide) or (N, s k, wide): W and S, which are carried from chunk to chunk, or W_j and O_j of a block.
+N is B H (sequences and heads do not take turns), c the tokens of a chunk, n the pairs they learn from, and C stacks the s matrices that
+are read, (N, s, k, wide) or (N, s k, wide): W and S, which are carried from chunk to chunk, or W_j and O_j of a block.
 
 The shapes of one chunk, for B 2, H 6, head dim 16, degree 2, hidden width 16, chunk 64, window 8, momentum: N = 12, E = 153, and n = 72
 pairs, which are 64 tokens, the 7 before them and an idle one:
@@ -23,14 +24,13 @@ pairs, which are 64 tokens, the 7 before them and an idle one:
     read_chunks    z = xq W1_t = xq (keepprod W1 + u S1 + M0) + (P o (xq xk^T)) d1 (12, 64, 16);   then gelu(z) reads W2 in the same way
     with Newton-Schulz every 16 tokens, 4 blocks: G (12, 5, 72), a row a block and one of the last token; W_j over O_j (12, 4, 2, 16, 153)
 
-Arguments that most functions have: `tall` says of each matrix whether it lies transposed (`lay`); `closes`, whether the last token of each
-part ends a chunk, where the ball of choice 22 is; `anchor`, where gradients are taken in a run that begins within a chunk, which is then of
-that one chunk (empty: at W); `pos`, with Newton-Schulz, how many tokens into a block of muon_every the first one is.
+Arguments that most functions have: `how` (How); `anchor`, where gradients are taken in a run that begins within a chunk, which is then of
+that one chunk (empty: at W); M0, empty for zero.
 `kept` collects what the gradient needs. The order: a chunk's products; chunks without Newton-Schulz, and with; many of them at a time; and
 in the second half all gradients.
 """
 from contextlib import nullcontext
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     xq: torch.Tensor                                          # (..., c, E)  phi(q)
     xk: torch.Tensor                                          # (..., n, E)  phi(k)
     v: torch.Tensor                                           # (..., n, D)  memory.target(k, v)
-    write: torch.Tensor | None                                # (..., n, E)  what x_i^T d_i is made of, if not phi(k)
+    xw: torch.Tensor | None                                   # (..., n, E)  what x_i^T d_i is made of, if not phi(k)
     qk: torch.Tensor | None                                   # (..., c, n)  phi(q) phi(k)^T, if there is a shorter way to it
     # From here on what depends on the gates alone (omega.mixing).
     # Without Newton-Schulz     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i,   S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
@@ -60,7 +60,7 @@ class Part(NamedTuple):
     ends: torch.Tensor | None = None                          # (..., s, 1, 1)  the last keepprod and momprod
     across: torch.Tensor | None = None                        # (..., 1, 1)  the last u
     # With Newton-Schulz     W_t = since_t W_j + own_t O_j,   in blocks of m tokens, or one of c <= m; W_j before block j, W_0 the first
-    # coef is (..., blocks, m, 2, 1): keep from the block's first token to t (since), less the sum of A[t, n] step_n over n <= t there (own)
+    # coef is (..., blocks, m, 2, 1): since_t, the product of keep from the block's first token to t; own_t, -sum of A[t, n] step_n over them
     shares: torch.Tensor | None = None                        # (..., blocks, 1 + blocks)  of W_0 and of O_0 .. in the W after each block
     # with momentum r = blocks + 1, the last row being that of the last token; else r = blocks
     G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate, its rows summed over each block
@@ -71,8 +71,15 @@ class Part(NamedTuple):
 
     def split(self):
         """One Part for all chunks -> one for each."""
-        columns = [None if a is None else a.unbind(0) for a in self]
-        return [Part(*(None if a is None else a[j] for a in columns)) for j in range(len(self.v))]
+        return [Part(*one) for one in zip(*(repeat(None) if a is None else a.unbind(0) for a in self))]
+
+
+class How(NamedTuple):
+    """What all chunks of a run have in common."""
+    rule: tuple                                               # omega.Rule
+    tall: tuple                                               # of each matrix: does it lie transposed (`lay`)?
+    closes: bool                                              # does the last token of each part end a chunk, where the ball of choice 22 is?
+    pos: int = 0                                              # with Newton-Schulz, how many tokens into a block the first one is
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -114,13 +121,13 @@ def read_carried(R, C, coef, M0, tall):
     C (N, s k, wide) holds W_0, below it S_0, coef (N, c, s, 1) their numbers, M0 is (N, k, wide). Matrices are transposed if they are
     `tall` (`lay`): k is their narrow side, the one that is scaled. Also returns what its gradient needs of that, or None.
     """
-    y = None if M0 is None else memory.product(R, turn(M0, tall))
+    y = None if M0 is None else torch.bmm(R, turn(M0, tall))
     if C is None:
         return y, None
     if not tall:
         R = scaled(R, coef)
         return (torch.bmm(R, C) if y is None else memory.add_product(y, R, C)), None
-    reads = memory.product(R, C.mT)
+    reads = torch.bmm(R, C.mT)
     return combined(reads, coef, y), reads
 
 
@@ -171,22 +178,23 @@ def plus(a, b):
 # ---------------------------------------------------------------------------------------------------------------------------
 # Without Newton-Schulz.
 
-def learn_chunk(rule, closes, tall, part, M0, C, anchor, after):
+def learn_chunk(how, part, M0, C, anchor, after):
     """One chunk (or a part of one) learns without Newton-Schulz: its last W_t (Eq 10) and S_t (Eq 33), written to `after`.
 
         x_i, d_i = gradients of all n pairs at the anchor               one pass through the memory and back (Eq 16)
-        W += X^T (P_last o D),   S += X^T (G_last o D)                  what the chunk adds
+        W = X^T (P_last o D),   S = X^T (G_last o D)                    what the chunk adds
         W += keepprod W_0 + u S_0,   S += momprod S_0                   what it keeps of what was there before
         W *= ball / |W|                                                 choice 22, where the chunk ends, if |W| is above the ball
 
     C and `after`: W and S of each matrix, (N, s, k, wide) as `lay` has them. C = [] stands for zeros, M0 = [] for none, anchor = [] for the
     W of C. -> flat, all tensors, for the gradient: z and f of memory.gradients; d of every matrix; x of every one but the first; balls.
     """
+    rule, tall, closes, _ = how
     W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
     pairs, (z, f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)        # Eq 16: all at the anchor
     balls = []
     for i, ((x, d), end) in enumerate(zip(pairs, after)):
-        write(x if i or part.write is None else part.write, d, part.last, tall[i], end.flatten(1, 2))
+        write(x if i or part.xw is None else part.xw, d, part.last, tall[i], end.flatten(1, 2))
         if C:
             carry(end, C[i], part.ends, part.across)
         if closes and rule.ball:
@@ -195,26 +203,27 @@ def learn_chunk(rule, closes, tall, part, M0, C, anchor, after):
     return z, f, *(d for _, d in pairs), *(x for x, _ in pairs[1:]), *balls
 
 
-def read_chunks(rule, tall, part, pairs, C, M0):
+def read_chunks(how, part, pairs, C, M0):
     """What all tokens read, each at its own W_t, of any number of chunks (N, ..): layer by layer, as an MLP is computed.
 
         z = r_t (keepprod_t W_0 + u_t S_0 + M0)  +  (P o R X^T) D       the memory before the chunk; and what the chunk wrote up to t
         r = gelu(z)                                                     the rows that read the next matrix; of a gated memory gelu(z) * z', Eq 43
 
     C and M0 of each matrix, or empty, for zero.
-    -> z of the last matrix (N, c, D); for the gradient: z before it and R X^T at it (None for a linear memory), and that of read_carried.
+    -> z of the last matrix (N, c, D); for the gradient: z of the first matrix and R X^T of the last (None for a linear memory), then what
+    read_carried keeps of each.
     """
-    rows, RX, z, before, reads = part.xq, part.qk, None, None, [None] * len(pairs)
+    rows, RX, z, zq, reads = part.xq, part.qk, None, None, [None] * len(pairs)
     for i, (x, d) in enumerate(pairs):
         if i:
-            before, rows, RX = z, memory.hidden(rule.memory, z), None
+            zq, rows, RX = z, memory.hidden(how.rule.memory, z), None
         RX = torch.bmm(rows, x.mT) if RX is None else RX
-        z, reads[i] = read_carried(rows, nth_or_none(C, i), part.coef, nth_or_none(M0, i), tall[i])
+        z, reads[i] = read_carried(rows, nth_or_none(C, i), part.coef, nth_or_none(M0, i), how.tall[i])
         z = memory.add_product(z, part.P * RX, d)
-    return z, before, None if before is None else RX, *reads
+    return z, zq, None if zq is None else RX, *reads
 
 
-def plain_chunks(rule, closes, tall, parts, M0, C, anchor, kept=None):
+def plain_chunks(how, parts, M0, C, anchor, kept=None):
     """All chunks -> what is read (chunks, N, c, D), C at the end. `kept` gets what the gradient needs: first C before each chunk and
     after the last (chunks + 1, N, ..), then of each stretch.
     """
@@ -226,19 +235,18 @@ def plain_chunks(rule, closes, tall, parts, M0, C, anchor, kept=None):
     if kept is not None:
         kept.append(Cs)
     y, ones, starts = parts.v.new_empty(N, count, c, D).transpose(0, 1), parts.split(), repeated(M0, longest(cuts))
-    zero = not C                                              # W and S before the chunk: products with them are left out
     for now in cuts:
         at, size = now.start if kept is not None else 0, now.stop - now.start    # without a gradient to come, all stretches share the room of one
-        part, fresh, learned, slots = parts.each(lambda a: a[now]), zero, [], list(zip(*(a[at:].unbind(0) for a in Cs)))
+        zero = not C and not now.start                        # W and S before this stretch, then of one chunk: no products with them
+        part, learned, slots = parts.each(lambda a: a[now]), [], list(zip(*(a[at:].unbind(0) for a in Cs)))
         for j, one in enumerate(ones[now]):
-            learned.append(learn_chunk(rule, closes, tall, one, M0, [] if zero else slots[j], anchor, slots[j + 1]))
-            zero = False
+            learned.append(learn_chunk(how, one, M0, [] if zero else slots[j], anchor, slots[j + 1]))
         z, f, *more = (joined(one) for one in zip(*learned))
         part = part.each(merged)
-        errors, rows, balls = grouped(more, (len(tall), len(tall) - 1))
+        errors, rows, balls = grouped(more, (len(how.tall), len(how.tall) - 1))
         pairs = list(zip([part.xk, *rows], errors))
-        before = [] if fresh else [merged(a[at: at + size]).flatten(1, 2) for a in Cs]
-        out, *reads = read_chunks(rule, tall, part, pairs, before, [m[: len(part.v)] for m in starts])
+        before = [] if zero else [merged(a[at: at + size]).flatten(1, 2) for a in Cs]
+        out, *reads = read_chunks(how, part, pairs, before, [m[: len(part.v)] for m in starts])
         y[now] = out.unflatten(0, (-1, N))
         if kept is not None:
             kept.append((z, f, errors[-1], *reads, *balls))
@@ -249,30 +257,31 @@ def plain_chunks(rule, closes, tall, parts, M0, C, anchor, kept=None):
 
 
 def plain_run(rule, state, parts, B):
-    """Chunks without Newton-Schulz, of B sequences: the state before them, their Part
+    """Chunks without Newton-Schulz, of B sequences: the state before them, one Part for all
 
-    -> what the last matrix reads (chunks, N, c, D), and the state after them.
+    -> what the last matrix produces (chunks, N, c, D), and the state after them.
     """
-    count, c, s = len(parts.v), parts.xq.shape[2], parts.ends.shape[2]
+    count, c = len(parts.v), parts.xq.shape[2]
     groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
     tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])
     M0, W, S, anchor = (lay(group, tall, B) for group in groups)
     C = [] if state.zero else [torch.stack(ws, 1) for ws in zip(*([W, S] if S else [W]))]
     if state.zero or not state.pos:                           # the anchor is W
         anchor = []
-    how = rule, (state.pos + c) % rule.chunk == 0, tall
+    how = How(rule, tall, (state.pos + c) % rule.chunk == 0)
     z, C = run(plain_chunks, plain_chunks_backward, how, parts, M0, C, anchor)
-    W, S = (memory.unpack(unlay([a[:, j] for a in C], tall, B), firsts(rule)) if j < s else () for j in range(2))
-    return z, advance(rule, state, W, S, count * c)
+    back = lambda j: memory.unpack(unlay([a[:, j] for a in C], tall, B), firsts(rule))
+    return z, advance(rule, state, back(0), back(1) if state.S else (), count * c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
 # With Newton-Schulz.
 
 def padding(pos, length, every):
-    """How many tokens to fill up the stretch's first block with, and its last; a single block is taken as it is."""
-    front, back = pos % every, -(pos + length) % every
-    return (front, back) if front + length > every else (0, 0)
+    """How many tokens to fill up the first block of a chunk with, if it begins at its pos-th token, and the last; a single block is
+    taken as it is.
+    """
+    return (pos, -(pos + length) % every) if pos + length > every else (0, 0)
 
 
 def unpacked_pairs(rule, pairs):
@@ -305,24 +314,39 @@ def advance_blocks(shares, W, o):
     return torch.stack([torch.cat([W[:, None], after[:, :-1]], 1), o], 2), after[:, -1]
 
 
-def muon_learn(rule, pos, closes, tall, part, M0, W, S, sums, O, anchor):
+class Fast(NamedTuple):
+    """What chunks with Newton-Schulz carry, of each matrix as `lay` has it; or its gradient."""
+    W: list                                                   # [] for zero
+    S: list                                                   # [] for zero, or no momentum
+    sums: list                                                # S_t summed over the block in progress, or that before; [] for muon_every 1
+    O: list                                                   # NS of the block in progress; [] if the next one takes it anew
+
+
+class MuonLearned(NamedTuple):
+    """What the gradient of muon_learn needs of a chunk but its pairs."""
+    S: list                                                   # before the chunk
+    seen: list                                                # what Newton-Schulz sees (N, blocks, k, wide)
+    balls: list
+    ns: list                                                  # what Newton-Schulz saves
+
+
+def muon_learn(how, part, M0, fast, anchor):
     """One chunk (or a part of one) learns, with Newton-Schulz every `muon_every` tokens; it begins `pos` tokens into a block.
 
-    Matrices are as `lay` has them; W and S that are empty stand for zeros, the anchor for W. O is given if its first block does not take
-    Newton-Schulz anew: it is in progress, or there is none before it; `sums` is S_t summed over the block in progress, or that before
-    (empty for muon_every 1).
-    -> W_j and O_j of its blocks, as `advance_blocks` has them; W, S, sums and O after it; for its gradient, what memory.gradients saves, what
-    Newton-Schulz sees (N, blocks, k, wide), one less with an O, the last S_t, what bounds each matrix, what Newton-Schulz saves.
+    `fast`: what there was before it. An O is given if the first block does not take Newton-Schulz anew: it is in progress, or there is none
+    before it.
+    -> W_j and O_j of its blocks, as `advance_blocks` has them; Fast after it; for its gradient, flat: what memory.gradients saves, what
+    Newton-Schulz sees (one block less with an O), the last S_t, what bounds each matrix, what Newton-Schulz saves.
     """
+    (rule, tall, closes, pos), (W, S, sums, O) = how, fast
     r, c, G = part.G.shape[1], part.xq.shape[1], part.G.mT.contiguous()[..., None]
-    momprod = part.momprod[..., None] if S else None
     at = memory.pack(gradient_point(tall, M0, anchor or W))
     pairs, saved = memory.gradients(rule.memory, rule.loss, at, part.xk, part.v, rule.norm)      # Eq 16: all at the anchor
     rows = []
     for i, (x, d) in enumerate(unpacked_pairs(rule, pairs)):
         s = write(x, d, G, tall[i]).unflatten(1, (r, -1))     # all rows in one product
         if S:
-            s.addcmul_(momprod, S[i][:, None])                # Eq 33
+            s.addcmul_(part.momprod[..., None], S[i][:, None])                   # Eq 33
         if sums and pos:
             s[:, 0].add_(sums[i])
         rows.append(s)
@@ -342,13 +366,13 @@ def muon_learn(rule, pos, closes, tall, part, M0, W, S, sums, O, anchor):
         new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
     if not W and new[0].shape[1] > 1:
         W = [torch.zeros_like(o[:, 0]) for o in new]
-    held, W = zip(*(advance_blocks(part.shares, W[i] if W else None, o) for i, o in enumerate(new)))
+    held, W = zip(*(advance_blocks(part.shares, nth_or_none(W, i), o) for i, o in enumerate(new)))
     balls = []
     if closes and rule.ball:
         balls = [ball_factors(rule, w, t, 1) for w, t in zip(W, tall)]
         W = [w * ball for w, ball in zip(W, balls)]
     O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every and not closes else []
-    return held, W, S, sums, O, (*saved, *seen, *S, *balls, *ns)
+    return held, Fast(W, S, sums, O), (*saved, *seen, *S, *balls, *ns)
 
 
 def muon_held(held, coef):
@@ -356,17 +380,18 @@ def muon_held(held, coef):
 
     held (chunks N, blocks, s, k, wide), coef (chunks N, blocks, m, 2, 1) -> (chunks N blocks, s k, wide), the coefficients.
     """
-    coef = coef.flatten(0, 1)[:, :, -held[0].shape[2]:]      # of O_j alone, if W_0 is zero
+    coef = coef.flatten(0, 1)[:, :, -held[0].shape[2]:]       # of O_j alone, if W_0 is zero
     return [h.flatten(0, 1).flatten(1, 2) for h in held], coef
 
 
-def muon_read(rule, fill, tall, C, coef, M0, xq):
+def muon_read(how, C, coef, M0, xq):
     """What all tokens of any number of chunks read, xq (N, c, E), block by block: r_t W_t = r_t (since_t W_j + own_t O_j + M0).
 
-    C and coef of muon_held, M0 `repeated` for all blocks, or empty; `fill` of padding.
-    -> (N, c, D); for the gradient, what the hidden units are made of (or None), and what read_carried keeps.
+    C and coef of muon_held, M0 `repeated` for all blocks.
+    -> (N, c, D); for the gradient, what the hidden units are made of, before gelu (or None), and what read_carried keeps.
     """
-    (N, c, _), reads = xq.shape, [None] * len(C)
+    (rule, tall, _, pos), (N, c, _), reads = how, xq.shape, [None] * len(C)
+    fill = padding(pos, c, rule.muon_every)
 
     def read(i, rows):
         z, reads[i] = read_carried(in_blocks(rows, len(coef) // N, *fill), C[i], coef, nth_or_none(M0, i), tall[i])
@@ -378,27 +403,27 @@ def muon_read(rule, fill, tall, C, coef, M0, xq):
     return read(-1, memory.hidden(rule.memory, z)), z, *reads
 
 
-def muon_chunks(rule, pos, closes, tall, parts, M0, W, S, sums, O, anchor, kept=None):
+def muon_chunks(how, parts, M0, anchor, *fast, kept=None):
     """All chunks -> what is read (chunks, N, c, D); W, S, the sum of S_t and O at the end. `kept` gets what the gradient needs: of each
     stretch, then of each of its chunks.
     """
     (count, N, _, D), c, ones = parts.v.shape, parts.xq.shape[2], parts.split()
-    y, fill = parts.v.new_empty(N, count, c, D).transpose(0, 1), padding(pos, c, rule.muon_every)
-    cuts = stretches(parts, W or M0, not W)
+    y, fast = parts.v.new_empty(N, count, c, D).transpose(0, 1), Fast(*fast)
+    cuts = stretches(parts, fast.W or M0, not fast.W)
     starts = repeated(M0, longest(cuts), parts.coef.shape[2])
     for now in cuts:
         held, learned = [], []
         for one in ones[now]:
-            blocks, W, S, sums, O, saved = muon_learn(rule, pos, closes, tall, one, M0, W, S, sums, O, anchor)
+            blocks, fast, saved = muon_learn(how, one, M0, fast, anchor)
             held.append(blocks)
             learned += [] if kept is None else [saved]
         held = [joined(a) for a in zip(*held)]
         C, coef = muon_held(held, merged(parts.coef[now]))
-        out, *reads = muon_read(rule, fill, tall, C, coef, [m[: len(coef)] for m in starts], merged(parts.xq[now]))
+        out, *reads = muon_read(how, C, coef, [m[: len(coef)] for m in starts], merged(parts.xq[now]))
         y[now] = out.unflatten(0, (-1, N))
         if kept is not None:
             kept += [(*held, *reads), *learned]
-    return y, [a.clone() for a in (*W, *S, *sums, *O)]
+    return y, [a.clone() for group in fast for a in group]
 
 
 def muon_run(rule, state, parts, B):
@@ -406,7 +431,7 @@ def muon_run(rule, state, parts, B):
     count, c, pos = len(parts.v), parts.xq.shape[2], state.pos
     tall = tuple(w.shape[-2] > w.shape[-1] for w in state.W)
     rule = rule._replace(ns_gram=rule.ns_gram and exact_products(parts.v.device))
-    how = rule, pos % rule.muon_every, (pos + c) % rule.chunk == 0, tall
+    how = How(rule, tall, (pos + c) % rule.chunk == 0, pos % rule.muon_every)
     M0, W, S, sums, O, anchor = (
         lay(group, tall, B) for group in (state.M0, state.W, state.S, state.sums, state.O, state.anchor))
     if rule.muon_every > 1 and not sums:                      # no block before the first: 0, for NS(0), and nothing is written
@@ -415,7 +440,7 @@ def muon_run(rule, state, parts, B):
         W, S = [], []
     if state.zero or not pos:                                 # the anchor is W
         anchor = []
-    z, after = run(muon_chunks, muon_chunks_backward, how, parts, M0, W, S, sums, O, anchor)
+    z, after = run(muon_chunks, muon_chunks_backward, how, parts, M0, anchor, W, S, sums, O)
     sizes = len(tall), len(tall) if state.S else 0, len(tall) if rule.muon_every > 1 else 0
     W, S, sums, O = (tuple(unlay(group, tall, B)) for group in grouped(after, sizes))
     return z, advance(rule, state, W, S, count * c, O, sums)
@@ -430,8 +455,8 @@ AT_ONCE = dict(cpu=100_000, cuda=2**26)                       # numbers; measure
 def stretches(parts, weights, alone):
     """The chunks that are read together, as slices of all; the first is by itself if it has to be `alone`.
 
-    Together they share the calls of some fifty operations, but a temporary is memory, and on a CPU should be in its cache when it is
-    read: its numbers are a pair's for each of the most units that the weights have, as `lay` has them.
+    Together they share the calls of some fifty operations, but on a CPU a temporary should still be in the cache when it is read: so it is
+    to have at most AT_ONCE numbers, of N n rows a chunk, each as long as the widest side of a weight (`lay`).
     """
     (count, N, n, _), device = parts.v.shape, parts.v.device
     numbers, first = N * n * max(w.shape[-1] for w in weights), int(alone)
@@ -464,7 +489,8 @@ def separate(tree, count):
         return [None] * count
     if isinstance(tree, torch.Tensor):
         return tree.chunk(count)
-    return list(zip(*(separate(a, count) for a in tree))) if tree else [()] * count
+    make = type(tree)._make if hasattr(tree, "_fields") else tuple
+    return [make(one) for one in zip(*(separate(a, count) for a in tree))] if tree else [()] * count
 
 
 def advance(rule, state, W, S, length, O=(), sums=()):
@@ -474,10 +500,10 @@ def advance(rule, state, W, S, length, O=(), sums=()):
 
 
 def run(forward, backward, how, parts, *groups):
-    """forward(*how, parts, *groups), with a gradient if there may be one -> what is read, the matrices at the end."""
+    """forward(how, parts, *groups), with a gradient if there may be one -> what is read, the matrices at the end."""
     if not torch.is_grad_enabled():
         with below_autograd():
-            return forward(*how, parts, *groups)
+            return forward(how, parts, *groups)
     sizes = [len(group) for group in (parts, *groups)]
     y, *after = Chunks.apply(forward, backward, how, sizes, *parts, *(a for group in groups for a in group))
     return y, after
@@ -488,7 +514,7 @@ class Chunks(torch.autograd.Function):
 
     Autograd of the same lines takes twice as long and keeps more: to it each product, sum and view is a step of its own, and it
     keeps what is cheaper to compute again. `forward` and `backward` are plain_chunks and its gradient, or muon_chunks and its; `how`
-    their first arguments; then come the fields of Part and groups of matrices (M0, W, ..), of `sizes`. Returns what the last matrix reads
+    their first argument; then come the fields of Part and groups of matrices (M0, W, ..), of `sizes`. Returns what the last matrix produces
     (chunks, N, c, D), then the groups at the end.
     """
     compiled = False                                          # by omega.compile_chunks
@@ -496,9 +522,9 @@ class Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, forward, backward, how, sizes, *tensors):
         kept = []
-        parts, *groups = grouped(tensors, sizes)
+        parts, *groups, _ = grouped(tensors, sizes)
         with below_autograd():
-            y, after = forward(*how, Part(*parts), *groups[:-1], kept)
+            y, after = forward(how, Part(*parts), *groups, kept=kept)
         ctx.gradient, ctx.how, ctx.sizes, ctx.lengths = backward, how, sizes, [len(one) for one in kept]
         ctx.save_for_backward(*tensors, *(a for one in kept for a in one))
         ctx.set_materialize_grads(False)
@@ -515,7 +541,7 @@ class Chunks(torch.autograd.Function):
             dy = parts.v.new_zeros(*parts.xq.shape[:3], parts.v.shape[-1])
         grads = parts.each(empty_like)
         with torch.autocast(dy.device.type, enabled=False), below_autograd():                    # as in forward (models.py)
-            dgroups = ctx.gradient(*ctx.how, parts, *groups, kept, grads, dy, dafter)
+            dgroups = ctx.gradient(ctx.how, parts, grads, kept, dy, dafter, *groups)
         return None, None, None, None, *grads, *(a for group in dgroups for a in group)
 
 
@@ -576,7 +602,7 @@ def read_carried_backward(R, C, coef, M0, tall, reads, dz, dC=None):
 def write_backward(X, D, last, tall, dC):
     """The gradient of write, from dC (N, s k, wide) -> dX, dD, dlast, as X, D, last are."""
     a, b = (D, X) if tall else (X, D)
-    dscaled = memory.product(b, dC.mT)
+    dscaled = torch.bmm(b, dC.mT)
     da, db = combined(dscaled, last), memory.transposed_product(scaled(a, last), dC.mT, b)
     return *((db, da) if tall else (da, db)), dots(dscaled, a)
 
@@ -588,16 +614,25 @@ def carry_backward(dto, dC, ends, across):
         dC[:, 1].addcmul_(dto[:, 0], across)
 
 
-def learn_chunk_backward(rule, tall, part, W, carried, saved, writes, pairs, factors, rows, balls, dd, da, dC, dafter):
+class Learned(NamedTuple):
+    """What the gradient of learn_chunk needs: what the chunk has learned, and the gradients that reading it has given."""
+    again: memory.Recomputed
+    writes: list                                              # the x that `write` had of each matrix
+    rows: list                                                # what it made of the narrow side by `scaled`
+    balls: list
+    dd: list                                                  # the gradient of each d
+    da: torch.Tensor | None                                   # and of the last x; None for a linear memory
+
+
+def learn_chunk_backward(how, part, learned, carried, dC, dafter):
     """The gradient of learn_chunk, as far as it has to go from chunk to chunk.
 
     dafter: that of W and S after the chunk, or () for none; in its place it becomes that of W and S before the ball. dC (of W and S before
-    the chunk), dd (of each d) and da (of the last x) hold what reading has said of them, and this adds to it. W: the weights at which the
-    chunk took gradients; `carried`: they hold the W of C, so their gradient is also C's. writes, rows: the x that `write` had, and what it
-    made of the narrow side by `scaled`.
+    the chunk), dd and da hold what reading has said of them, and this adds to it. `carried`: the weights at which the chunk took gradients
+    hold the W of C, so their gradient is also C's.
     -> gradients of v and of W; dz, where dz W[0]^T is the rest of that of xk; products with dafter that write_rest_backward can use.
     """
-    reads = []
+    (rule, tall, *_), (again, writes, rows, balls, dd, da), reads = how, learned, []
     for i, (x, end) in enumerate(zip(writes, dafter)):
         if balls:
             end[:, 0].mul_(balls[i])
@@ -605,16 +640,16 @@ def learn_chunk_backward(rule, tall, part, W, carried, saved, writes, pairs, fac
             carry_backward(end, dC[i], part.ends, part.across)
         end = end.flatten(1, 2)
         if tall[i]:
-            reads.append(memory.product(x, end.mT))
+            reads.append(torch.bmm(x, end.mT))
             combined(reads[-1], part.last, dd[i])
             if i:
                 memory.add_product(da, rows[i], end)
         else:
             memory.add_product(dd[i], rows[i], end)
             if i:
-                reads.append(memory.product(pairs[i][1], end.mT))
+                reads.append(torch.bmm(again.pairs[i][1], end.mT))
                 combined(reads[-1], part.last, da)
-    dW, dz, dv = memory.gradients_backward(rule.memory, rule.loss, W, part.v, rule.norm, saved, pairs, factors, dd, da)
+    dW, dz, dv = memory.gradients_backward(rule.memory, rule.loss, again, part.v, rule.norm, dd, da)
     dW = [memory.outer(group, t) for group, t in zip(dW, tall)]
     if carried:
         for c, w in zip(dC, dW):
@@ -622,20 +657,20 @@ def learn_chunk_backward(rule, tall, part, W, carried, saved, writes, pairs, fac
     return dv, dW, dz, reads
 
 
-def write_rest_backward(tall, part, C, writes, pairs, rows, reads, dafter):
+def write_rest_backward(how, part, learned, C, reads, dafter):
     """The rest of learn_chunk's gradient, for any number of chunks at once; C and dafter (N, s, k, wide) of each matrix, before and after.
 
     -> gradients of the x of the first `write`, and of the last, ends, across of Part. `reads`: what learn_chunk_backward had of them.
     dafter may be written over.
     """
-    dlast = dends = dacross = None
-    for i, (x, (_, d), dto) in enumerate(zip(writes, pairs, dafter)):
+    tall, dlast, dends, dacross = how.tall, None, None, None
+    for i, (x, (_, d), dto) in enumerate(zip(learned.writes, learned.again.pairs, dafter)):
         end = dto.flatten(1, 2)
         if not i and not tall[i]:
-            reads = (memory.product(d, end.mT), *reads)
+            reads = (torch.bmm(d, end.mT), *reads)
             dx = combined(reads[0], part.last)
         elif not i:
-            dx = memory.transposed_product(rows[0], end.mT, x)
+            dx = memory.transposed_product(learned.rows[0], end.mT, x)
         dlast = plus(dlast, dots(reads[i], d if tall[i] else x))
         if C:                                                 # the gradient of `carry`
             if part.across is not None:
@@ -644,17 +679,17 @@ def write_rest_backward(tall, part, C, writes, pairs, rows, reads, dafter):
     return dx, dlast, dends, dacross
 
 
-def read_chunks_backward(rule, tall, part, W, C, M0, saved, before, RX, reads, dz, dC):
-    """The gradient of read_chunks -> those of part, M0, each d and the last x; the pairs, and what they were made of.
+def read_chunks_backward(how, part, W, saved, C, M0, zq, RX, reads, dz, dC):
+    """The gradient of read_chunks -> those of part, M0, each d and the last x; the pairs, as memory.Recomputed.
 
-    W: the weights at which the chunks took gradients. The gradient of C is written to dC, empty where C is.
+    W: the weights at which the chunks took gradients, `saved` what memory.gradients left. The gradient of C is written to dC, empty where C is.
     """
-    pairs, factors = memory.gradients_again(rule.memory, W, part.xk, saved)
-    dM0, dd = ([None] * len(pairs) for _ in range(2))
+    (rule, tall, *_), again = how, memory.gradients_again(how.rule.memory, W, part.xk, saved)
+    dM0, dd = ([None] * len(tall) for _ in range(2))
     dcoef = dP = dxk = dqk = da = None
-    for i, (x, d) in reversed(list(enumerate(pairs))):
+    for i, (x, d) in reversed(list(enumerate(again.pairs))):
         if i:
-            rows = memory.hidden(rule.memory, before)
+            rows = memory.hidden(rule.memory, zq)
         else:
             rows, RX = part.xq, torch.bmm(part.xq, x.mT) if part.qk is None else part.qk
         dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
@@ -667,30 +702,31 @@ def read_chunks_backward(rule, tall, part, W, C, M0, saved, before, RX, reads, d
             continue
         drows, dX = memory.add_product(drows, dRX, x), torch.bmm(dRX.mT, rows)   # RX = R X^T
         if i:
-            da, dz = dX, memory.hidden_backward(rule.memory, before, drows)
+            da, dz = dX, memory.hidden_backward(rule.memory, zq, drows)
         else:
             dxk = dX
-    return Part(xq=drows, xk=dxk, v=None, write=None, qk=dqk, coef=dcoef, P=dP), dM0, dd, da, pairs, factors
+    return Part(xq=drows, xk=dxk, v=None, xw=None, qk=dqk, coef=dcoef, P=dP), dM0, dd, da, again
 
 
-def plain_stretch_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, dy, dafter):
+def plain_stretch_backward(how, part, ones, grads, kept, dy, dafter, M0, C, anchor):
     """The gradient of one stretch of chunks (`part`, one by one in `ones`) -> those of M0, of C before it, of the anchor.
 
     M0 is `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter is that of C after the stretch, or ().
     """
-    (count, N), (z, f, e, before, RX, *reads) = part.v.shape[:2], kept
-    reads, balls, saved, flat = reads[:len(tall)], reads[len(tall):], (z, f, e), part.each(merged)
+    (count, N), tall, flat = part.v.shape[:2], how.tall, part.each(merged)
+    saved, (zq, RX), reads, balls = grouped(kept, (3, 2, len(tall)))
     dCs, C, M0 = [c.new_empty(count + 1, *c.shape[1:]) for c in C], [merged(c) for c in C], [m[: count * N] for m in M0]
     W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
-    out, dM0, dd, da, pairs, factors = read_chunks_backward(
-        rule, tall, flat, W, [c.flatten(1, 2) for c in C], M0, saved, before, RX, reads, merged(dy),
+    out, dM0, dd, da, again = read_chunks_backward(
+        how, flat, W, saved, [c.flatten(1, 2) for c in C], M0, zq, RX, reads, merged(dy),
         [merged(d[:count]).flatten(1, 2) for d in dCs])
     put(grads, xq=out.xq, qk=out.qk, P=out.P, coef=out.coef)
     dM0 = [d.unflatten(0, (count, N)).sum(0) for d in dM0] if M0 else []
 
-    writes = [x if i or flat.write is None else flat.write for i, (x, _) in enumerate(pairs)]
-    rows = [scaled(d if t else x, flat.last) for x, (_, d), t in zip(writes, pairs, tall)]
-    many = separate((W, saved, writes, pairs, factors, rows, balls, dd, da), count)
+    writes = [x if i or flat.xw is None else flat.xw for i, (x, _) in enumerate(again.pairs)]
+    rows = [scaled(d if t else x, flat.last) for x, (_, d), t in zip(writes, again.pairs, tall)]
+    learned = Learned(again, writes, rows, balls, dd, da)
+    many = separate(learned, count)
     slots, last = [(), dafter], dafter                        # that of C before each chunk and after the last
     if C:
         slots, last = list(zip(*(d.unbind(0) for d in dCs))), [merged(d[1:]) for d in dCs]
@@ -700,8 +736,7 @@ def plain_stretch_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, d
             slots[-1] = last = ()
     dvs, rest = grads.v.unbind(0), []
     for j in reversed(range(count)):
-        at, *one = many[j]
-        dv, dW, *more = learn_chunk_backward(rule, tall, ones[j], at, bool(C and not anchor), *one, slots[j], slots[j + 1])
+        dv, dW, *more = learn_chunk_backward(how, ones[j], many[j], bool(C and not anchor), slots[j], slots[j + 1])
         dvs[j].copy_(dv)
         dM0 = [m.add_(w) for m, w in zip(dM0, dW)]
         rest.append(more)
@@ -709,16 +744,16 @@ def plain_stretch_backward(rule, tall, part, ones, grads, M0, C, anchor, kept, d
     dz, reads = joined(dz), [joined(a) for a in zip(*reads)]
     dx = dlast = dends = dacross = None
     if last:
-        dx, dlast, dends, dacross = write_rest_backward(tall, flat, C, writes, pairs, rows, reads, last)
-    if flat.write is None and dx is not None:
-        dx, dwrite = dx if out.xk is None else dx.add_(out.xk), None
+        dx, dlast, dends, dacross = write_rest_backward(how, flat, learned, C, reads, last)
+    if flat.xw is None and dx is not None:
+        dx, dxw = dx if out.xk is None else dx.add_(out.xk), None
     else:
-        dx, dwrite = out.xk, dx
-    put(grads, xk=memory.transposed_product(dz, W[0], flat.xk, dx), write=dwrite, last=dlast, ends=dends, across=dacross)
+        dx, dxw = out.xk, dx
+    put(grads, xk=memory.transposed_product(dz, W[0], flat.xk, dx), xw=dxw, last=dlast, ends=dends, across=dacross)
     return dM0, slots[0], dW if anchor else []
 
 
-def plain_chunks_backward(rule, closes, tall, parts, M0, C, anchor, kept, grads, dy, dafter):
+def plain_chunks_backward(how, parts, grads, kept, dy, dafter, M0, C, anchor):
     """The gradient of plain_chunks -> that of M0, C, anchor; that of parts is written to `grads`.
 
     dafter: that of C at the end, or None.
@@ -733,16 +768,15 @@ def plain_chunks_backward(rule, closes, tall, parts, M0, C, anchor, kept, grads,
     for now, one in reversed(list(zip(cuts, kept))):
         first = not now.start
         more, dafter, danchor = plain_stretch_backward(
-            rule, tall, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), starts,
-            [] if first and not C else [c[now] for c in Cs], anchor, one, dy[now], dafter)
+            how, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), one, dy[now], dafter,
+            starts, [] if first and not C else [c[now] for c in Cs], anchor)
         dM0 = [b if a is None else a.add_(b) for a, b in zip(dM0, more)]
     return dM0, dafter, danchor
 
 
-def muon_write_backward(rule, tall, G, pairs, drows):
+def muon_write_backward(how, G, pairs, drows):
     """The gradient of what pairs write to S -> that of G, of phi(k), of the last x, of each d (packed)."""
-    dG = dx = da = None
-    dd = []
+    (rule, tall, *_), dG, dx, da, dd = how, None, None, None, []
     for i, (x, d) in enumerate(unpacked_pairs(rule, pairs)):
         dX, dD, more = write_backward(x, d, G, tall[i], drows[i].flatten(1, 2))
         dG = plus(dG, more)
@@ -771,12 +805,12 @@ def advance_blocks_backward(shares, held, dheld, dafter):
     return torch.bmm(dafter, WO.flatten(2).mT)
 
 
-def muon_learn_backward(rule, pos, tall, part, S, seen, balls, ns, at, held, saved, pairs, factors, dheld, dW, dS, dsums, dO):
+def muon_learn_backward(how, part, learned, again, held, dheld, dfast):
     """The gradient of muon_learn, from that of `held` (to which this adds), and of W, S, sums and O after it.
 
-    S is the one before it; `at` the weights at which it took gradients, packed. -> gradients of the fields of part, by name; of W, S,
-    sums, O before it; of `at`.
+    -> gradients of the fields of part, by name; of W, S, sums, O before it; of the weights at which it took gradients.
     """
+    (rule, tall, _, pos), (S, seen, balls, ns), (dW, dS, dsums, dO) = how, learned, dfast
     G, dshares, count = part.G.mT.contiguous()[..., None], None, seen[0].shape[1]
     for i, (one, done) in enumerate(zip(held, dheld)):
         if dO:
@@ -798,17 +832,18 @@ def muon_learn_backward(rule, pos, tall, part, S, seen, balls, ns, at, held, sav
         momprod = part.momprod[..., None]
         dS = [(d * momprod).sum(1) for d in drows]
         dmomprod = sum((d * s[:, None]).sum((-2, -1)) for d, s in zip(drows, S))
-    dG, dx, da, dd = muon_write_backward(rule, tall, G, pairs, drows)
-    dat, dz, dv = memory.gradients_backward(rule.memory, rule.loss, at, part.v, rule.norm, saved, pairs, factors, dd, da)
+    dG, dx, da, dd = muon_write_backward(how, G, again.pairs, drows)
+    dat, dz, dv = memory.gradients_backward(rule.memory, rule.loss, again, part.v, rule.norm, dd, da)
     dat = [[(x, half)] for x, d in dat[0] for half in d.chunk(firsts(rule), -1)] + dat[1:]
-    dxk = memory.transposed_product(dz, at[0], part.xk, dx)
+    dxk = memory.transposed_product(dz, again.W[0], part.xk, dx)
     named = dict(xk=dxk, v=dv, shares=dshares, G=dG.squeeze(-1).mT, momprod=dmomprod)
-    return named, dW, dS, dbefore, dO, [memory.outer(group, t) for group, t in zip(dat, tall)]
+    return named, Fast(dW, dS, dbefore, dO), [memory.outer(group, t) for group, t in zip(dat, tall)]
 
 
-def muon_read_backward(rule, fill, tall, C, coef, M0, xq, z, reads, dy):
+def muon_read_backward(how, C, coef, M0, xq, z, reads, dy):
     """The gradient of muon_read -> that of C, coef, M0, xq."""
-    (N, c, _), (dC, dcoef, dM0) = xq.shape, ([None] * len(C) for _ in range(3))
+    (rule, tall, _, pos), (N, c, _), (dC, dcoef, dM0) = how, xq.shape, ([None] * len(C) for _ in range(3))
+    fill = padding(pos, c, rule.muon_every)
 
     def read_backward(i, rows, dz):
         rows, dz = (in_blocks(a, len(coef) // N, *fill) for a in (rows, dz))
@@ -823,54 +858,55 @@ def muon_read_backward(rule, fill, tall, C, coef, M0, xq, z, reads, dy):
     return dC, sum(dcoef), dM0, dxq
 
 
-def muon_stretch_backward(rule, pos, tall, part, grads, M0, starts, anchor, read, learned, dy):
-    """The gradient of what the chunks of a stretch read -> of each, what muon_learn_backward wants; the gradient of M0.
+def muon_stretch_backward(how, part, grads, read, saved, dy, M0, anchor, starts):
+    """The gradient of what the chunks of a stretch read -> of each, what muon_learn_backward wants: again, held, dheld; the gradient of M0.
 
-    starts: M0 `repeated`, for as many chunks or more.
+    read, saved: what muon_chunks kept of the stretch, and memory.gradients of each chunk. starts: M0 `repeated`, for as many chunks or more.
     """
-    (held, (z,), reads), count = grouped(read, (len(tall), 1)), len(learned)
-    (_, blocks, s, *_), fill = held[0].shape, padding(pos, part.xq.shape[1], rule.muon_every)
+    (held, (z,), reads), count = grouped(read, (len(how.tall), 1)), len(saved)
+    _, blocks, s, *_ = held[0].shape
     C, coef = muon_held(held, part.coef)
     starts = [m[: len(coef)] for m in starts]
-    dC, dcoef, dM0, dxq = muon_read_backward(rule, fill, tall, C, coef, starts, part.xq, z, reads, dy)
+    dC, dcoef, dM0, dxq = muon_read_backward(how, C, coef, starts, part.xq, z, reads, dy)
     put(grads, xq=dxq, coef=F.pad(dcoef, (0, 0, 2 - s, 0)))
     dC = [d.view_as(h) for d, h in zip(dC, held)]
     dM0 = [d.view(count, -1, blocks, *d.shape[1:]).sum((0, 2)) for d in dM0] if M0 else []
     W = [h[:, 0, 0].unflatten(0, (count, -1)) for h in held] if s == 2 else []
-    at = memory.pack(gradient_point(tall, M0, anchor or W))
-    saved = tuple(joined(a) for a in zip(*(saved for saved, *_ in learned)))
-    pairs, factors = memory.gradients_again(rule.memory, at, part.xk, saved)
-    return separate((at, held, saved, pairs, factors, dC), count), dM0
+    at = memory.pack(gradient_point(how.tall, M0, anchor or W))
+    again = memory.gradients_again(how.rule.memory, at, part.xk, [joined(a) for a in zip(*saved)])
+    return separate((again, held, dC), count), dM0
 
 
-def muon_chunks_backward(rule, pos, closes, tall, parts, M0, W, S, sums, O, anchor, kept, grads, dy, dafter):
-    """The gradient of muon_chunks -> that of M0, W, S, sums, O, anchor; that of parts is written to `grads`.
+def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast):
+    """The gradient of muon_chunks -> that of M0, anchor, W, S, sums, O; that of parts is written to `grads`.
 
     dafter: that of W, S, sums, O at the end, or None.
     """
-    k, kept, read, learned, momentum = len(tall), iter(kept), [], [], parts.momprod is not None
+    (rule, tall, closes, _), (W, S, sums, _) = how, fast
+    k, kept, read, saved, learned, momentum = len(tall), iter(kept), [], [], [], parts.momprod is not None
     cuts = stretches(parts, W or M0, not W)
     sizes = 3, k, k if momentum else 0, k if closes and rule.ball else 0
     for now in cuts:
         read.append(next(kept))
-        learned += [grouped(one, sizes) for one in islice(kept, now.stop - now.start)]           # saved, rows, balls, ns
-    before = [S] + [last for _, _, last, *_ in learned]
+        for one in islice(kept, now.stop - now.start):
+            first, seen, last, balls, ns = grouped(one, sizes)
+            saved.append(first)
+            learned.append(MuonLearned(S, seen, balls, ns))
+            S = last
     zeros = [h.new_zeros(parts.v.shape[1], *h.shape[-2:]) for h in read[0][:k]]
     after = grouped(dafter, (k, k if momentum else 0, k if rule.muon_every > 1 else 0))
-    dW, dS, dsums, dO = ([z if d is None else d for z, d in zip(zeros, ds)] for ds in after)
+    dfast = Fast(*([z if d is None else d for z, d in zip(zeros, ds)] for ds in after))
     dM0, starts = [None] * len(M0), repeated(M0, longest(cuts), parts.coef.shape[2])
     ones, onegrads = parts.split(), grads.split()
     for now, one in reversed(list(zip(cuts, read))):
         part, some = parts.each(lambda a: merged(a[now])), grads.each(lambda a: a[now])
-        each, more = muon_stretch_backward(
-            rule, pos, tall, part, some, M0, starts, anchor, one, learned[now], merged(dy[now]))
+        each, more = muon_stretch_backward(how, part, some, one, saved[now], merged(dy[now]), M0, anchor, starts)
         dM0 = [d if m is None else m.add_(d) for m, d in zip(dM0, more)]
         for j in reversed(range(now.start, now.stop)):
-            _, seen, _, balls, ns = learned[j]
-            how = rule, pos, tall, ones[j], before[j], seen, balls, ns, *each[j - now.start]
-            named, dW, dS, dsums, dO, dat = muon_learn_backward(*how, dW, dS, dsums, dO)
+            named, dfast, dat = muon_learn_backward(how, ones[j], learned[j], *each[j - now.start], dfast)
             put(onegrads[j], **named)
             dM0 = [m.add_(d) for m, d in zip(dM0, dat)]
             if not anchor:
-                dW = [w.add_(d) for w, d in zip(dW, dat)]
-    return dM0, dW if W else [], dS, dsums if sums else [], dO, dat if anchor else []
+                dfast = dfast._replace(W=[w.add_(d) for w, d in zip(dfast.W, dat)])
+    dW, dS, dsums, dO = dfast
+    return dM0, dat if anchor else [], dW if W else [], dS, dsums if sums else [], dO

@@ -14,7 +14,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in 
     code       ATLAS        Titans      meaning
     M, W       M_t          M_t         fast weights of one sequence and head, a tuple of matrices; M0 where they start
     S          S_t          S_t         momentum of the gradients
-    keep       alpha_t      1 - alpha_t fraction of the memory retained, in (0, 1)
+    keep       alpha_t      1 - alpha_t fraction of the memory retained, in (0, 1]
     step       eta_t        theta_t     inner step size, > 0
     momentum   theta_t      eta_t       momentum decay, in (0, 1)
     gate       gamma_i^(t)  -           weight of the i-th window token at step t: `window` values a token
@@ -27,6 +27,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in 
 """
 import math
 from functools import wraps
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ MEMORIES = ("linear", "mlp", "gated")
 # one in `target` if its error is not a function of y - v
 LOSSES = ("l2", "dot", "huber", "lp")
 CURVED = ("huber", "lp")
-EPS = 1e-6                                                    # of the norm
+EPS = 1e-6                                                    # of the norm inside the memory (choice 11)
 LP = 3                                                        # MIRAS' Moneta: |y - v|_p^p with p = 3
 
 
@@ -63,28 +64,6 @@ def output(kind, f, r, norm=False):
     if kind == "linear":
         return f
     return r + (F.rms_norm(f, f.shape[-1:], eps=EPS) if norm else f)
-
-
-def feature_major(x):
-    """Do the rows of x (..., n, E) lie in memory as columns, as monomials do (poly.py)?"""
-    return x.stride(-2) == 1 < x.stride(-1)
-
-
-def product(a, b):
-    """a b; torch.matmul makes half a dozen views on the way to the same torch.bmm, which here take as long as the product."""
-    return torch.bmm(a, b) if a.dim() == b.dim() == 3 else a @ b
-
-
-def add_product(y, a, b):
-    """y + a b, in the place of y: torch.baddbmm would begin with a copy."""
-    return torch.baddbmm(y, a, b, out=y)
-
-
-def transposed_product(g, W, x, into=None):
-    """g W^T, the gradient of x where g is that of x W; it lies in memory as x does, or is added to `into`, in place, and as that lies."""
-    if feature_major(x if into is None else into):            # oneDNN adds to rows that lie across a thousand times as slowly
-        return (product(W, g.mT) if into is None else add_product(into.mT, W, g.mT)).mT
-    return product(g, W.mT) if into is None else add_product(into, g, W.mT)
 
 
 def loss(kind, y, v):
@@ -114,6 +93,24 @@ def error(kind, y, v):
     raise ValueError(f"no error of loss {kind!r}")
 
 
+def target(kind, loss_kind, r, v):
+    """What the last matrix should produce: l(r + f, v) depends on f - (v - r) alone, so the residual moves to the target.
+
+    (The error of the dot loss is -v, whatever r is.)
+    """
+    return v if kind == "linear" or loss_kind == "dot" else v - r
+
+
+def output_error(loss_kind, f, v, norm):
+    """dl/df for an output f, or norm(f): through the norm the error loses its part along f and shrinks as f grows."""
+    if not norm:
+        return error(loss_kind, f, v)
+    scale = (f.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    n = f * scale
+    e = error(loss_kind, n, v)
+    return scale * (e - n * (n * e).mean(-1, keepdim=True))
+
+
 def pack(W):
     """The matrices that read x as one, side by side, and the last one: (W), (W1, W2), ([W1 | W2], W3)."""
     return tuple(W) if len(W) < 3 else (torch.cat(W[:-1], -1), W[-1])
@@ -127,53 +124,77 @@ def unpack(W, count):
 def gradients(kind, loss_kind, W, x, v, norm):
     """The gradient of every token's loss at fixed weights W, as one rank-one pair a matrix: dl/dW[i] = a^T d.
 
-    W as `pack` gives it, x (..., n, E), v (..., n, D) as `target` gives it -> for each of W (a (..., n, in), d (..., n, out)): the rows
-    that enter the matrix and the error signals that leave it; and what it takes to have the pairs again: x W[0] of a deep memory, if that
-    is less than x; what the last matrix produces, if its gradient needs it; the last error. This is backpropagation written out; tests
-    compare it with autograd of `loss`.
+    W as `pack` gives it, for all N sequences and heads, x (N, n, E), v (N, n, D) as `target` gives it -> for each of W
+    (a (N, n, in), d (N, n, out)): the rows that enter the matrix and the error signals that leave it; and what it takes to have the pairs
+    again: x W[0] of a deep memory, if that is less than x; what the last matrix produces, if its gradient needs it; the last error. This is
+    backpropagation written out; tests compare it with autograd of `loss`.
     """
-    z = product(x, W[0])
+    z = torch.bmm(x, W[0])
     if kind == "linear":
         e = error(loss_kind, z, v)
         return [(x, e)], (None, z if loss_kind in CURVED else None, e)
     a = hidden(kind, z)
-    f = product(a, W[1])
+    f = torch.bmm(a, W[1])
     e = output_error(loss_kind, f, v, norm)
-    d = hidden_backward(kind, z, product(e, W[1].mT))
+    d = hidden_backward(kind, z, torch.bmm(e, W[1].mT))
     return [(x, d), (a, e)], (z if z.shape[-1] < x.shape[-1] else None, f if norm or loss_kind in CURVED else None, e)
 
 
-def target(kind, loss_kind, r, v):
-    """What the last matrix is to produce: the residual stands on the output's side, the dot loss alone does not know the difference."""
-    return v if kind == "linear" or loss_kind == "dot" else v - r
+def hidden(kind, z):
+    """The rows that enter the last matrix, for z = x W[0]."""
+    if kind == "mlp":
+        return F.gelu(z)
+    z, u = z.chunk(2, -1)
+    return F.gelu(z).mul_(u)
+
+
+def hidden_backward(kind, z, da):
+    """The gradient of z, for that of these rows."""
+    if kind == "mlp":
+        return torch.ops.aten.gelu_backward(da, z)
+    z, u = z.chunk(2, -1)
+    return torch.cat([torch.ops.aten.gelu_backward(da * u, z), F.gelu(z).mul_(da)], -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# The outer gradient of these gradients, written out for speed. A first reading needs none of it.
+
+class Recomputed(NamedTuple):
+    """The pairs of `gradients` once more, and what else gradients_backward needs."""
+    W: tuple                                                  # as `pack` gives it
+    pairs: list                                               # (a, d) of each of W
+    f: torch.Tensor | None                                    # what the last matrix produces, if its gradient needs it
+    factors: tuple                                            # (slope, bend); () of a linear memory
 
 
 def gradients_again(kind, W, x, saved):
-    """The pairs once more from what `gradients` left, which takes no longer than to fetch them from memory.
+    """The pairs again, from what `gradients` saved: to compute them takes no longer than to load them would. -> Recomputed
 
-    Also slope and bend, which all of gradients_backward that does not depend on gradients comes down to.
+    Also slope = dh/dz and bend = g d(slope)/dz, all that gradients_backward needs of the activations h.
     """
-    z, _, e = saved
+    z, f, e = saved
     if kind == "linear":
-        return [(x, e)], ()
-    z = product(x, W[0]) if z is None else z
-    g = product(e, W[1].mT)                                   # d = slope * g
+        return Recomputed(W, [(x, e)], f, ())
+    z = torch.bmm(x, W[0]) if z is None else z
+    g = torch.bmm(e, W[1].mT)                                 # d = slope * g
     if kind == "mlp":
         a, slope, curvature = gelu(z)
-        return [(x, slope * g), (a, e)], (slope, curvature.mul_(g))
+        return Recomputed(W, [(x, slope * g), (a, e)], f, (slope, curvature.mul_(g)))
     z, u = z.chunk(2, -1)
     h, slope, curvature = gelu(z)
     slopes = torch.cat([slope * u, h], -1)
-    return [(x, slopes * both(kind, g)), (h * u, e)], (slopes, torch.cat([curvature * u * g, slope * g], -1))
+    factors = slopes, torch.cat([curvature * u * g, slope * g], -1)
+    return Recomputed(W, [(x, slopes * both(kind, g)), (h * u, e)], f, factors)
 
 
-def gradients_backward(kind, loss_kind, W, v, norm, saved, pairs, factors, dd, da):
+def gradients_backward(kind, loss_kind, again, v, norm, dd, da):
     """The outer gradient of the pairs: dd[i] is that of the i-th d, da that of the rows that enter the last matrix of a deep memory.
 
-    Both are written to.
+    dd[1] and da are written over.
     -> the gradient of each of W as a list of rank-one pairs; dz, where dz W[0]^T is the gradient of x; dv.
     """
-    (_, f, _), (x, _) = saved, pairs[0]
+    W, pairs, f, factors = again
+    x = pairs[0][0]
     if kind == "linear":
         dz, dv = error_backward(loss_kind, dd[0], f, v)
         return [[(x, dz)]], dz, dv
@@ -182,16 +203,6 @@ def gradients_backward(kind, loss_kind, W, v, norm, saved, pairs, factors, dd, d
     df, dv = output_error_backward(loss_kind, add_product(dd[1], dg, W[1]), f, v, norm)
     dz = bent(kind, dd[0], bend).addcmul_(both(kind, add_product(da, df, W[1].mT)), slope)
     return [[(x, dz)], [(dg, e), (a, df)]], dz, dv
-
-
-def output_error(loss_kind, f, v, norm):
-    """dl/df for an output f, or norm(f): through the norm the error loses its part along f and shrinks as f grows."""
-    if not norm:
-        return error(loss_kind, f, v)
-    scale = (f.square().mean(-1, keepdim=True) + EPS).rsqrt()
-    n = f * scale
-    e = error(loss_kind, n, v)
-    return scale * (e - n * (n * e).mean(-1, keepdim=True))
 
 
 def error_backward(kind, de, y, v):
@@ -223,37 +234,12 @@ def output_error_backward(loss_kind, de, f, v, norm):
     return scale * df, dv
 
 
-def hidden(kind, z):
-    """The rows that enter the last matrix, for z = x W[0]."""
-    if kind == "mlp":
-        return F.gelu(z)
-    z, u = z.chunk(2, -1)
-    return F.gelu(z).mul_(u)
-
-
-def hidden_backward(kind, z, da):
-    """The gradient of z, for that of these rows."""
-    if kind == "mlp":
-        return torch.ops.aten.gelu_backward(da, z)
-    z, u = z.chunk(2, -1)
-    return torch.cat([torch.ops.aten.gelu_backward(da * u, z), F.gelu(z).mul_(da)], -1)
-
-
 def bent(kind, d, bend):
     """What the slope of these rows changes by, times g, when z moves by d."""
     if kind == "mlp":
         return d * bend
     (d1, d2), (p, r) = d.chunk(2, -1), bend.chunk(2, -1)
     return torch.cat([d1 * p + d2 * r, d1 * r], -1)
-
-
-def outer(pairs, flip=False):
-    """The sum of x^T d over the pairs (x, d), or of d^T x."""
-    pairs = [pair[::-1] for pair in pairs] if flip else pairs
-    y = torch.bmm(pairs[0][0].mT, pairs[0][1])
-    for x, d in pairs[1:]:
-        y = add_product(y, x.mT, d)
-    return y
 
 
 def both(kind, g):
@@ -263,7 +249,7 @@ def both(kind, g):
 
 def fold(kind, d):
     """The gradient of `both`."""
-    return d if kind == "mlp" else sum(d.chunk(2, -1))
+    return d if kind == "mlp" else torch.add(*d.chunk(2, -1))
 
 
 def gelu(z):
@@ -277,11 +263,37 @@ def gelu(z):
     return z * Phi, Phi.addcmul_(z, pdf), square.neg_().add_(2).mul_(pdf)
 
 
+def outer(pairs, flip=False):
+    """The sum of x^T d over the pairs (x, d), or of d^T x."""
+    pairs = [pair[::-1] for pair in pairs] if flip else pairs
+    y = torch.bmm(pairs[0][0].mT, pairs[0][1])
+    for x, d in pairs[1:]:
+        y = add_product(y, x.mT, d)
+    return y
+
+
+def add_product(y, a, b):
+    """y + a b, in the place of y: torch.baddbmm alone would begin with a copy, and torch's counter of FLOPs does not see baddbmm_."""
+    return torch.baddbmm(y, a, b, out=y)
+
+
+def transposed_product(g, W, x, into=None):
+    """g W^T, the gradient of x where g is that of x W; it lies in memory as x does, or is added to `into`, in place, and as that lies."""
+    if feature_major(x if into is None else into):            # oneDNN is a thousand times slower at adding to a transposed matrix
+        return (torch.bmm(W, g.mT) if into is None else add_product(into.mT, W, g.mT)).mT
+    return torch.bmm(g, W.mT) if into is None else add_product(into, g, W.mT)
+
+
+def feature_major(x):
+    """Do the rows of x (..., n, E) lie in memory as columns, as monomials do (poly.py)?"""
+    return x.stride(-2) == 1 < x.stride(-1)
+
+
 def once_differentiable(backward):
     """For the `backward` of an autograd.Function: a gradient that was written out has none of its own, so create_graph=True is refused.
 
-    torch's decorator of this name lets such a gradient pass for a constant where the one that comes in is a constant (a linear loss), and
-    else puts its error on a way that torch.autograd.grad never takes: a penalty on gradients would be wrong without a word.
+    torch's decorator of this name treats such a gradient as a constant if the incoming one is (a linear loss), and else raises only in a
+    backward that torch.autograd.grad may never run: a gradient penalty would silently be wrong.
     """
     @wraps(backward)
     def once(ctx, *grads):

@@ -1,7 +1,7 @@
 """models.py - from tokens to logits: configuration, layers, blocks, the language model, and the paper's models as data.
 
     block(x) = x + mixer(norm(x)),  then  x + SwiGLU(norm(x))                                   ATLAS Figure 3 (left)
-    mixer    = a memory that learns at test time (Figure 3, right), attention, or both wired as in Titans Eq 19-31
+    mixer    = a memory that learns at test time (Figure 3, right), attention, or both wired as in Titans Eq 21-31
 
 There are two loops. The outer loop (train.py) learns every nn.Parameter here, M0 - where each memory starts - among them. The
 inner loop (omega.py) runs inside forward: it starts from M0 at the beginning of every sequence, changes only the fast weights
@@ -23,7 +23,7 @@ from muon import COEFFICIENTS
 from poly import FEATURES, Features, features_dim
 
 WIRINGS = ("lmm", "mag", "mal", "mac")
-LIMIT = 2**31                                                 # of all integers, as torch takes them
+LIMIT = 2**31                                                 # below it are all integers: torch takes some, as threads, in 32 bits
 
 
 def opt(default, help, **more):
@@ -115,10 +115,12 @@ class Config:
             raise ValueError("--features exp has no finite weights for Newton-Schulz; add --no-muon")
 
     def rule(self):
-        every = min(self.muon_every, self.chunk) if self.muon else 0
-        return omega.Rule(self.memory, self.loss, self.window, self.chunk, every, self.ns_steps, self.ns_coefficients,
-                          self.ns_straight_through, torch.bfloat16 if self.ns_dtype == "bfloat16" else None,
-                          forget=self.forget, norm=self.memory_norm, ball=self.max_norm)
+        return omega.Rule(
+            memory=self.memory, loss=self.loss, window=self.window, chunk=self.chunk,
+            muon_every=min(self.muon_every, self.chunk) if self.muon else 0, ns_steps=self.ns_steps,
+            ns_coefficients=self.ns_coefficients, straight_through=self.ns_straight_through,
+            ns_dtype=torch.bfloat16 if self.ns_dtype == "bfloat16" else None,
+            forget=self.forget, norm=self.memory_norm, ball=self.max_norm)
 
 
 # The paper's models as differences from Config's defaults, which are those of `atlas` but for its longer chunks. Where a column is
@@ -283,7 +285,7 @@ class Memory(nn.Module):
         H, c = self.config.n_head, self.config
         if self.conv is not None:                             # each channel begins with a mixture of four tokens of its own
             nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
-        if c.memory != "linear":                              # a key of length 1 makes hidden units, as a vector, of length about 1
+        if c.memory != "linear":                              # hidden units, as a vector, about as long as phi(k): 1 to 1.6
             for W in self.M0:
                 nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)             # their number
         nn.init.normal_(self.gates.weight, std=0.02)
@@ -295,7 +297,7 @@ class Memory(nn.Module):
         return x.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)         # (B, T, H D) -> (B, H, T, D)
 
     def make_gates(self, x):
-        """keep, step, momentum (B, H, T) and gate (B, H, T, window), in float32, each a function of its token."""
+        """keep, step, momentum (B, H, T) and gate (B, H, T, window), in the parameters' precision, each a function of its token."""
         c = self.config
         keep, step, momentum, gate = self.heads(self.gates(x.to(self.gates.weight.dtype))).split(self.n_gates, -1)
         keep = keep.sigmoid().squeeze(-1) if c.keep else torch.ones_like(keep).squeeze(-1)
@@ -403,10 +405,9 @@ def attend(q, k, v, window, pk=None, pv=None):
     if w and n > 4 * w:                                       # block by block, each with the w - 1 keys before it: linear in T
         blocks, pad = -(-T // w), -T % w
         q = F.pad(q, (0, 0, 0, pad)).unflatten(2, (blocks, w)).transpose(1, 2).flatten(0, 1)      # (B blocks, H, w, D)
-        front = w - 1 - (n - T)
+        front = w - 1 - (n - T)                               # keys before the sequence, which the first block alone would see
         k, v = (F.pad(a, (0, 0, front, pad)).unfold(2, 2 * w - 1, w).permute(0, 2, 1, 4, 3).flatten(0, 1) for a in (k, v))
-        empty = torch.arange(blocks, device=q.device) * w     # keys of block b that lie before the sequence: front - b w
-        first = (front - empty).clamp_min(0).repeat(len(q) // blocks)
+        first = F.pad(torch.full((1,), front, device=q.device), (0, blocks - 1)).repeat(len(q) // blocks)
     else:
         blocks, first = 1, None
     i = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2]

@@ -19,7 +19,7 @@ from itertools import islice
 
 import torch
 
-from memory import once_differentiable
+from memory import add_product, once_differentiable
 
 COEFFICIENTS = {
     "muon": (3.4445, -4.7750, 2.0315),                        # steep at 0: small singular values grow 3.4x a step
@@ -127,11 +127,9 @@ def orthogonalize_backward(stacks, saved, dX, steps, coefficients, straight_thro
     for same, on_gram in plan(stacks, straight_through, dtype, gram):
         some, more = [flat(stacks[i]) for i in same], [flat(dX[i]) for i in same]
         if on_gram:
-            kept = list(islice(saved, 1 + sum(1 + 2 * n for n in runs(steps))))
-            dS = iterate_on_gram_backward(some, kept, more, steps, *COEFFICIENTS[coefficients])
+            dS = iterate_on_gram_backward(some, saved, more, steps, *COEFFICIENTS[coefficients])
         else:
-            kept = list(islice(saved, 1 if straight_through else 1 + 3 * steps))
-            dS = iterate_backward(*some, kept, *more, *COEFFICIENTS[coefficients], straight_through)
+            dS = iterate_backward(*some, saved, *more, steps, *COEFFICIENTS[coefficients], straight_through)
         for i, d in zip(same, dS):
             out[i] = d.view(stacks[i].shape)
     return out
@@ -173,16 +171,16 @@ def iterate(S, steps, a, b, c, straight_through, dtype):
     return [X.mT if S.shape[-2] > S.shape[-1] else X], saved
 
 
-def iterate_backward(S, saved, dX, a, b, c, straight_through):
+def iterate_backward(S, saved, dX, steps, a, b, c, straight_through):
     """Each step is X_after = a X + P X with P = b G + c G^2 and G = X X^T, symmetric both; D is the gradient of X_after, then of X.
 
     dX = a D + P D + (dG + dG^T) X. dP and dG are twice their symmetric parts, which are all that counts: then dG stands for dG + dG^T.
     """
-    scale, *saved = saved
+    scale = next(saved)
     if not straight_through:
-        D = short(dX).to(saved[0].dtype)
-        while saved:
-            *saved, X, G, P = saved
+        kept = [list(islice(saved, 3)) for _ in range(steps)]
+        D = short(dX).to(kept[0][0].dtype)
+        for X, G, P in reversed(kept):
             dP = doubled(torch.bmm(D, X.mT))
             dG = doubled(torch.baddbmm(dP, dP, G, beta=b / 2, alpha=c))          # b dP + c (dP G + G dP)
             D = torch.baddbmm(torch.baddbmm(D, P, D, beta=a), dG, X)
@@ -199,7 +197,7 @@ def inner(S, X):
 def times(R, S, into=None):
     """R S on the short side of S, for a symmetric R; added to `into`, in its place, if that is given."""
     a, b = (S, R) if S.shape[-2] > S.shape[-1] else (R, S)
-    return torch.bmm(a, b) if into is None else into.baddbmm_(a, b)
+    return torch.bmm(a, b) if into is None else add_product(into, a, b)
 
 
 def all_times(R, stacks):
@@ -244,10 +242,8 @@ def iterate_on_gram_backward(stacks, saved, dX, steps, a, b, c):
 
     All is symmetric, so gradients may be made so. dR, dQ and dG are twice what they are called: dG + dG^T = 2 dG.
     """
-    scale, *saved = saved
-    saved, Xs, kept = iter(saved), [stacks], []
-    for n in runs(steps):
-        kept.append([next(saved), list(islice(saved, n)), list(islice(saved, n))])
+    scale, Xs = next(saved), [stacks]
+    kept = [(next(saved), list(islice(saved, n)), list(islice(saved, n))) for n in runs(steps)]
     for R, *_ in kept[:-1]:                                   # X before each run: a product each, for less memory
         Xs.append(all_times(R, Xs[-1]))
     for run, (X, (R, Gs, Qs)) in reversed(list(enumerate(zip(Xs, kept)))):

@@ -21,7 +21,8 @@ products a chunk: at a fixed anchor a token's gradient is x^T d, so
 with A[t, n] = prod keep_{n+1..t}, Theta[t, n] = prod momentum_{n+1..t}; keepprod_t and momprod_t are the products from the chunk's first
 token to t, W_0 and S_0 one matrix and its momentum before the chunk (not W[0], the first matrix of a memory, nor M0, where a text began),
 r_t, x_i and d_i the rows of R, X and D (in this formula alone not the head dim), and o multiplies elementwise. No per-token weight is
-formed. With Newton-Schulz one W and one sum of S_t for each m-token block are, and r_t W_t is two products with that block's weights.
+formed. With Newton-Schulz one W and one sum of S_t are, for each block of m tokens, and r_t W_t is two products: with that block's W_j
+and its O_j, the NS of the sum before it.
 
 P for c = 3, window = 2, no momentum, and a pair 0 from before the chunk (k, s, g for keep, step, gate): each row is the one above times
 keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and once more at token 3, has faded once by then:
@@ -82,7 +83,7 @@ class Rule(NamedTuple):
 
 class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network; see the table in memory.py."""
-    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; with Newton-Schulz its gradient is off by eps / keep
+    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; its gradient is off by eps / keep wherever `decay` is used
     step: torch.Tensor                                        # (B, H, T)
     momentum: torch.Tensor | None                             # (B, H, T) in (0, 1): at 0 its gradient is lost in the log; None for none
     gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
@@ -129,7 +130,9 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     """
     pos, n = state.pos, state.k.shape[2]
 
-    def one(M0, W, S, anchor, O, sums, xq, q, xs, ks, vs, keep, step, momentum, gate):     # one sequence, one head
+    def one(M0, before, xq, q, xs, ks, vs, gates):            # one sequence, one head
+        (W, S, anchor, O, sums), (keep, step, momentum, gate) = before, gates
+
         def window_loss(W, pairs, weights):
             return sum(w * memory.loss(rule.loss, M(W, xs[i], ks[i]), vs[i]) for w, i in zip(weights, pairs))
 
@@ -159,11 +162,11 @@ def omega_ref(rule, phi, q, k, v, gates, state):
                 W = rule.bound(W)                                                # choice 22
         return torch.stack(ys), W, S if len(momentum) else (), anchor, O, sums
 
-    gates = (() if g is None else g for g in gates)
+    gates = tuple(() if g is None else g for g in gates)
     M0 = tuple(m.expand(len(q), *m.shape) for m in state.M0)
     ks, vs = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
-    before = M0, state.W, state.S, state.anchor, state.O, state.sums
-    y, W, S, anchor, O, sums = vmap(vmap(one))(*before, phi(q), q, phi(ks), ks, vs, *gates)
+    before = state.W, state.S, state.anchor, state.O, state.sums
+    y, W, S, anchor, O, sums = vmap(vmap(one))(M0, before, phi(q), q, phi(ks), ks, vs, gates)
     pos = (pos + q.shape[2]) % rule.chunk
     O = O if rule.muon_every and pos % rule.muon_every else ()
     first = max(0, n + q.shape[2] - rule.window + 1)
@@ -271,12 +274,13 @@ def muon_mixing(gates, m, pos):
     """
     c, like = gates.keep.shape[-1], dict(dtype=gates.gate.dtype, device=gates.gate.device)
     blocks, fill = -(-(pos + c) // m), chunks.padding(pos, c, m)
-    rows, momprod = torch.eye(blocks, **like)[torch.arange(pos, pos + c, device=gates.gate.device) // m], None   # (c, blocks): t is in j
-    if gates.momentum is not None:                            # Eq 39: sums over these t of Theta[t, n], which goes back from n + 1 to n
+    momprod, j = None, torch.arange(pos, pos + c, device=gates.gate.device) // m
+    rows = torch.eye(blocks, **like)[j]                       # (c, blocks): 1 where t is in block j
+    if gates.momentum is not None:                            # Eq 39: sums over those t of Theta[t, n], R_n = rows_n + momentum_{n+1} R_{n+1}
         rows = torch.cat([rows, torch.eye(c, **like)[:, -1:]], -1).expand(*gates.momentum.shape, -1)
         rows = recur(gates.momentum.flip(-1).roll(1, -1), rows.flip(-2))[0].flip(-2)
         momprod = gates.momentum[..., :1, None] * rows[..., :1, :].mT
-    diagonals = enumerate(gates.gate.unbind(-1))              # of Gate, for the rows are few
+    diagonals = enumerate(gates.gate.unbind(-1))              # G = R^T Gate, one diagonal of Gate at a time, for R has few columns
     G = sum(F.pad(rows.mT * g[..., None, :], (j, gates.gate.shape[-1] - 1 - j)) for j, g in diagonals)
     # tokens that fill up a block keep all (keep 1) and write nothing (step 0)
     keep, minus_step = (F.pad(a, fill, value=x).unflatten(-1, (blocks, -1)) for a, x in ((gates.keep, 1.0), (-gates.step, 0.0)))
@@ -302,9 +306,9 @@ def omega(rule, phi, q, k, v, gates, state):
         gates = gates._replace(gate=gates.gate * (i >= missing))
     ks, vs = (torch.cat([F.pad(a, (0, 0, missing, 0)), b], 2) for a, b in ((state.k, k), (state.v, v)))
     state = state._replace(k=tail(ks, max(T + idle, missing), T), v=tail(vs, max(T + idle, missing), T))
-    targets, write_xk = memory.target(rule.memory, rule.loss, ks, vs), None
+    targets, xw = memory.target(rule.memory, rule.loss, ks, vs), None
     if phi.kind == "exp":
-        state, xq, xk, write_xk = write_keys(rule, state, q, k, ks)
+        state, xq, xk, xw = write_keys(rule, state, q, k, ks)
 
     ys, t = [], 0
     for length, count in cuts(T, state.pos, rule.chunk):      # the rest of a chunk in progress; whole chunks; a chunk begun
@@ -312,10 +316,10 @@ def omega(rule, phi, q, k, v, gates, state):
         tokens = lambda a: by_chunk(a[:, :, now].unflatten(2, (count, length)))                   # (chunks, N, c, ..)
         pairs = lambda a: by_chunk(Overlapping.apply(a[:, :, seen], length, length + w - 1))     # (chunks, N, n, ..)
         cq, ck, cv = tokens(q), pairs(ks), pairs(targets)
-        cxq, cxk = (phi(cq), phi(ck)) if write_xk is None else (tokens(xq), pairs(xk))
+        cxq, cxk = (phi(cq), phi(ck)) if xw is None else (tokens(xq), pairs(xk))
         qk = phi.inner(cq, ck) if phi.kind in ("monomial", "exp") and not rule.muon_every else None
         mix = mixing(rule, Gates(*(g if g is None else tokens(g) for g in gates)), state.pos % max(1, rule.muon_every))
-        parts = chunks.Part(cxq, cxk, cv, None if write_xk is None else pairs(write_xk), qk, **mix)
+        parts = chunks.Part(cxq, cxk, cv, None if xw is None else pairs(xw), qk, **mix)
         z, state = (chunks.muon_run if rule.muon_every else chunks.plain_run)(rule, state, parts, len(q))
         z = z.unflatten(1, (len(q), -1)).movedim(0, 2).flatten(2, 3)                              # (B, H, T, D)
         ys.append(memory.output(rule.memory, z, q[:, :, now], rule.norm))
@@ -373,8 +377,8 @@ def compile_chunks(**options):
 def cuts(T, pos, chunk):
     """T tokens, the first `pos` tokens into a chunk, as runs of (length, count): count stretches of `length` tokens each."""
     head = min(T, -pos % chunk)
-    whole, tail = divmod(T - head, chunk)
-    return [(n, c) for n, c in ((head, 1), (chunk, whole), (tail, 1)) if n * c]
+    whole, rest = divmod(T - head, chunk)
+    return [(n, c) for n, c in ((head, 1), (chunk, whole), (rest, 1)) if n * c]
 
 
 def write_keys(rule, state, q, k, ks):

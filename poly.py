@@ -36,10 +36,10 @@ def monomial_table(dim, degree):
 
 
 class Monomials(torch.autograd.Function):
-    """All products of p factors out of (1, x), each once, times scale[its degree] * root: (..., 1 + D, n) -> (..., E, n).
+    """All products of p factors out of (1, x), each once, times scale[its degree] * root: (..., n, T) -> (..., E, T), n = 1 + D.
 
     x has ones in its first row. The products that begin with factor i are factor i times those of p - 1 factors from i on, which are
-    the last ones of their list: 1 + D broadcast products a degree. Feature-major, so that they run along the n tokens; gathers, or
+    the last ones of their list: n broadcast products a degree. Feature-major, so that they run along the T tokens; gathers, or
     matrix products with one-hot matrices, take longer on a CPU. Differentiable once, in x and scale.
     """
 
@@ -64,7 +64,7 @@ class Monomials(torch.autograd.Function):
     def backward(ctx, g):
         (scale, degrees, root, weight, *levels), p = ctx.saved_tensors, ctx.p
         x, n = levels[0], levels[0].shape[-2]
-        # the scale of a sum over a degree's features stands outside of it: no difference, and no division by a scale that may be 0
+        # summed before they are scaled: a degree's features share one scale, which may be 0, so nothing is divided by it
         few = math.comb(n + p - 2, p - 1) if p > 1 else n     # the first: products of a 1 and p - 1 factors, whose degrees vary
         sums = (g[..., :few, :] * levels[-1] * root[:few]).transpose(0, -2).flatten(1).sum(-1)
         dscale = torch.zeros_like(scale).index_add(0, degrees[:few], sums)
@@ -89,7 +89,7 @@ class Monomials(torch.autograd.Function):
 
 
 def blocks(n, factors):
-    """For each of n factors i: i, where the products of one factor less from i on lie in their list, and the products with i in theirs."""
+    """For each i of n factors: i; where the products of factors - 1 factors from i on lie among theirs; where those that begin with i lie."""
     at, before = 0, math.comb(n + factors - 2, factors - 1)
     for i in range(n):
         size = math.comb(n - i + factors - 2, factors - 1)
@@ -143,7 +143,7 @@ class Features(nn.Module):
         if self.kind != "monomial":
             return self(x) @ self(y).mT
         dots, a = x @ y.mT, self.scale.square()
-        out = a[self.degree] * dots                           # Horner: a_0 + d (a_1 + d (a_2 + ..))
-        for i in range(self.degree - 1, 0, -1):
-            out = (out + a[i]) * dots
-        return out + a[0]
+        out = a[self.degree]                                  # Horner: a_0 + d (a_1 + d (a_2 + ..))
+        for i in reversed(range(self.degree)):
+            out = out * dots + a[i]
+        return out
