@@ -19,7 +19,7 @@ import sys
 import tempfile
 import urllib.request
 from collections import Counter, defaultdict
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,10 +41,25 @@ class UserError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that answers a mistake with one line, not with its whole usage."""
+    """argparse for all programs here; it answers a mistake with one line, not with its whole usage."""
+
+    def __init__(self, **how):
+        style = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=118)
+        super().__init__(usage="python %(prog)s [flags]", allow_abbrev=False, formatter_class=style, **how)
 
     def error(self, message):
         self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
+
+
+def at_least(kind, low, high=2**31 - 1):
+    """An argparse type: a number in [low, high]."""
+    def convert(text):
+        value = kind(text)
+        if not low <= value <= high:                    # false for nan, too
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
+        return value
+    convert.__name__ = kind.__name__                    # argparse names it when the text is no number at all
+    return convert
 
 
 # ---- text
@@ -60,6 +75,10 @@ class Corpus(NamedTuple):
         """-> ids to train and to validate on. Raises UserError for a text too short, or ids that the tokenizer does not have."""
         if not self.tokens:
             return split(tokenizer.encode(self.text), seq_len)
+        train, val = map(len, self.tokens)
+        if min(train, val) < seq_len + 1:
+            raise UserError(f"{self.used} has {train:,} tokens to train and {val:,} to validate, but windows of {seq_len} need "
+                            f"{seq_len + 1} of each; give longer files")
         for path, greatest in (pair for part in self.tokens for pair in part.greatest):
             if greatest >= tokenizer.vocab_size:
                 raise UserError(f"{path} holds id {greatest}, but a {tokenizer.kind} vocabulary has {tokenizer.vocab_size:,} "
@@ -125,7 +144,7 @@ def _open(path):
             raise UserError(f"{path} is not a regular file; save the text in a file and give its path")
         return open(path, "rb")
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"no such file: '{path}'; --data takes a text file or a folder, and train.py's shakespeare and pydoc") from None
+        raise UserError(f"no such file: '{path}'; --data takes a text file or a folder (in train.py also the names shakespeare and pydoc)") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from None
 
@@ -243,7 +262,7 @@ class Tokenizer:
             lacking = list(dict.fromkeys(map(chr, codes[ids < 0].tolist())))
             shown = " ".join(map(repr, lacking[:10])) + (f" and {len(lacking) - 10} more" if lacking[10:] else "")
             raise UserError(f"not in the vocabulary of {self.vocab_size} characters: {shown}; leave them out, "
-                            f"or train with --tokenizer byte")
+                            f"or train a model from the start with --tokenizer byte")
         return ids
 
     def decode(self, ids):
@@ -291,7 +310,8 @@ def make_tokenizer(kind, text, size=1024):
     if kind == "gpt2":
         return Tokenizer(kind, _gpt2_tokens())
     if not text:
-        raise UserError(f"a {kind} tokenizer needs a text that is not empty; of token files say what made them, --tokenizer gpt2 or byte")
+        raise UserError(f"there is no text to make a {kind} vocabulary from; for token files give the tokenizer that made them: "
+                        "--tokenizer gpt2 or byte")
     if kind == "bpe":
         return Tokenizer(kind, train_bpe(text[:len(text) * 9 // 10], size))
     return Tokenizer(kind, [_utf8(character) for character in sorted(set(text))])
@@ -473,7 +493,7 @@ def make_token_files(name, kind, out):
         os.truncate(train, 2 * cut)
         os.replace(val, out / "val.bin")
         os.replace(train, out / "train.bin")
-    print(f"{cut:,} ids to train, {n - cut:,} to validate; python train.py --data {shlex.quote(str(out))} --tokenizer {kind}")
+    _say(f"{cut:,} ids to train, {n - cut:,} to validate; python train.py --data {shlex.quote(str(out))} --tokenizer {kind}")
 
 
 # ---- batches
@@ -486,7 +506,7 @@ def split(ids, seq_len=1):
     cut = n * 9 // 10
     if n - cut < seq_len + 1:
         longest = max(n - cut - 1, 0)
-        raise UserError(f"the text is too short: it has {n} tokens, but --seq-len {seq_len} needs {10 * seq_len + 1}, "
+        raise UserError(f"the text is too short: it has {n} tokens, and windows of {seq_len} need {10 * seq_len + 1}, "
                         f"for a tenth of them is kept for validation; give a longer text"
                         + (f", or --seq-len {longest} at most" if longest else ""))
     return ids[:cut], ids[cut:]
@@ -508,27 +528,23 @@ def pairs(ids, starts, length):
 
 def batch(ids, seed, step, batch_size, seq_len):
     """ids (N,) -> x, y (B, T) int64, where y is x one token later. A pure function of (seed, step): every window of an epoch
-    comes once, then those of the next, and no state is used or changed. Raises UserError when N < T + 1.
+    comes once, then those of the next, and no state is used or changed. N is at least T + 1 (Corpus.splits).
     """
-    if len(ids) < seq_len + 1:
-        raise UserError(f"the text is too short: --seq-len {seq_len} needs {seq_len + 1} tokens, here are {len(ids)}; "
-                        f"give a longer text or a smaller --seq-len")
     count = len(epoch(len(ids), seq_len, seed, 0))
     start = [epoch(len(ids), seq_len, seed, i // count)[i % count] for i in range(step * batch_size, (step + 1) * batch_size)]
     return pairs(ids, start, seq_len)
 
 
-def windows(ids, seq_len, batch_size):
+def windows(ids, seq_len, batch_size, every=1):
     """Yield x, y (<= B, T) int64 that cover ids once: every token but the first is a target exactly once, N - 1 in all.
     Windows do not overlap; what is left over, shorter than T, comes last as a batch of one. Weight means by y.numel().
-    Raises UserError when N < 2.
+    every > 1: each `every`-th window alone, and nothing that is left over.
     """
-    if len(ids) < 2:
-        raise UserError(f"a loss needs 2 tokens at least, here are {len(ids)}; give a longer text")
     whole = (len(ids) - 1) // seq_len * seq_len
-    for i in range(0, whole, batch_size * seq_len):
-        yield pairs(ids, range(i, min(i + batch_size * seq_len, whole), seq_len), seq_len)
-    if whole < len(ids) - 1:
+    starts = range(0, whole, every * seq_len)
+    for i in range(0, len(starts), batch_size):
+        yield pairs(ids, starts[i: i + batch_size], seq_len)
+    if every == 1 and whole < len(ids) - 1:
         yield pairs(ids, [whole], len(ids) - 1 - whole)
 
 
@@ -586,8 +602,8 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
 # ---- main
 
 def parse(argv=None):
-    parser = Parser(prog="data.py", allow_abbrev=False, description="A text, however large, as files of token ids, which train.py reads "
-                    "from the disk: OUT/train.bin and, of its last tenth, OUT/val.bin. Two bytes an id, as nanoGPT's.")
+    parser = Parser(prog="data.py", description="A text, however large, as files of token ids, which train.py reads from the disk: "
+                    "OUT/train.bin\nand, of its last tenth, OUT/val.bin. Two bytes an id, as nanoGPT's.")
     parser.add_argument("--data", required=True, help="a text file, or a folder: all its .txt files, in subfolders, too")
     parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="what a token is [gpt2]")
     parser.add_argument("--out", default="tokens", help="folder for train.bin and val.bin [tokens]")
@@ -602,7 +618,7 @@ def main(argv=None):
         print(f"error: {fault}", file=sys.stderr)
         return 2
     except OSError as fault:
-        print(f"error: cannot write to --out {args.out} ({fault}); disk full?", file=sys.stderr)
+        print(f"error: cannot write to --out {args.out} ({fault.strerror or f'{fault}: disk full?'})", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

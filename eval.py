@@ -15,8 +15,6 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
-from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +22,7 @@ import torch.nn.functional as F
 import data
 import models
 import train
-from data import UserError
+from data import UserError, at_least
 from train import say
 
 # the network of --task mqar, where no flag says otherwise: what was written is asked for some tokens later, so chunks are short
@@ -37,12 +35,11 @@ SMALL = dict(n_layer=2, n_head=2, n_embd=64, chunk=8, muon_every=1)
 def position_loss(model, ids, length, batch_size, n_windows):
     """Mean nats at each position, over about n_windows evenly spaced windows -> (length,), number of windows."""
     device, whole = next(model.parameters()).device, (len(ids) - 1) // length
-    picked = list(islice(data.windows(ids, length, 1), 0, whole, max(1, whole // n_windows)))
-    total = torch.zeros(length, dtype=torch.float64)
-    for i in range(0, len(picked), batch_size):
-        x, y = (torch.cat(part).to(device) for part in zip(*picked[i: i + batch_size]))           # (B, length)
-        total += F.cross_entropy(model(x)[0].mT.float(), y, reduction="none").sum(0).cpu()
-    return total / len(picked), len(picked)
+    total, n = torch.zeros(length, dtype=torch.float64), 0
+    for x, y in data.windows(ids[: whole * length + 1], length, batch_size, max(1, whole // n_windows)):
+        total += F.cross_entropy(model(x.to(device))[0].mT.float(), y.to(device), reduction="none").sum(0).cpu()
+        n += len(x)
+    return total / n, n
 
 
 def buckets(length):
@@ -51,14 +48,13 @@ def buckets(length):
     return list(zip(edges, edges[1:]))
 
 
-def text_task(args):
+def text_task(args, device):
     """Everything there is to know about a checkpoint -> exit code."""
-    device = train.pick_device(args.device)
     ckpt = train.load_checkpoint(args.ckpt)
     model, tokenizer = train.rebuild(ckpt)
     model.to(device).eval()
     corpus, T = train.read_for(ckpt, args.data or ckpt["train"]["data"]), ckpt["train"]["seq_len"]
-    _, val = corpus.splits(tokenizer, T)
+    _, val = corpus.splits(tokenizer, 1)                      # the last window of each kind may be short
     say(f"{ckpt['path']}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
         f"{ckpt['data']['used']} in windows of {T}")
     part = "the validation files" if corpus.tokens else "the last tenth"
@@ -120,13 +116,13 @@ def stream(model, ids, n):
             say(f"  {seen:9,}  {total / seen:10.4f}  {speed:8,.0f}  {now[0] / 2**20:12,.1f}  {now[1]:11,}")
     growth = [after / before - 1 for before, after in zip(base, now)]
     say(f"since the first tenth: resident memory {growth[0]:+.1%}, state {growth[1]:+.1%}")
-    c = model.config
-    if train.holds_all(c):
+    if train.holds_all(model.config):
         say("the state of this model holds every token, so it grows with the stream")
         return 0
-    if max(growth) > 0.05:
+    grows = max(growth) > 0.05
+    if grows:
         say("FAILED: memory grows with the stream")
-    return int(max(growth) > 0.05)
+    return int(grows)
 
 
 # ---- recall
@@ -149,9 +145,8 @@ def accuracy(model, args, n_pairs, device, batches=8):
     return right / asked
 
 
-def mqar_task(args):
+def mqar_task(args, device):
     """Train on all numbers of pairs in turn, print the accuracy for each -> exit code."""
-    device = train.pick_device(args.device)
     torch.manual_seed(args.seed)
     try:
         model = models.build(args.model, **{**SMALL, **args.config, "vocab_size": args.vocab}).to(device)
@@ -189,31 +184,30 @@ MQAR = "model", "pairs", "vocab", "seq_len", "steps", "lr", "optimizer", "seed"
 
 
 def parse(argv=None):
-    style = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=118)
-    parser = data.Parser(prog="eval.py", description=__doc__, allow_abbrev=False, formatter_class=style)
+    parser = data.Parser(prog="eval.py", description=__doc__)
     add = parser.add_argument
-    add("--task", default="text", choices=("text", "mqar"), help="[text]")
+    add("--task", default="text", choices=("text", "mqar"), help="text: losses of a checkpoint; mqar: train a small model to recall pairs [text]")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
-    add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0: torch decides [0]")
-    add("--batch-size", type=int, metavar="N", help="sequences at a time [8; of mqar 32]")
+    add("--threads", type=at_least(int, 0), default=0, metavar="N", help="CPU threads; 0: torch decides [0]")
+    add("--batch-size", type=at_least(int, 1), metavar="N", help="sequences at a time [8; of mqar 32]")
     add = parser.add_argument_group("--task text").add_argument
     add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
     add("--data", help="another text than the one it was trained on; its last tenth counts")
-    add("--length", type=int, default=0, metavar="N", help="longest window of the loss by position [4 x training's]")
-    add("--windows", type=int, default=32, metavar="N", help="windows of the loss by position [32]")
-    add("--stream", type=int, default=50_000, metavar="N", help="tokens of the endless stream; 0: none [50000]")
+    add("--length", type=at_least(int, 0), default=0, metavar="N", help="longest window of the loss by position [4 x training's]")
+    add("--windows", type=at_least(int, 1), default=32, metavar="N", help="windows of the loss by position [32]")
+    add("--stream", type=at_least(int, 0), default=50_000, metavar="N", help="tokens of the endless stream; 0: none [50000]")
     add = parser.add_argument_group("--task mqar").add_argument
     add("--model", default="atlas", choices=tuple(models.PRESETS), help="[atlas]")
     add("--pairs", type=int, nargs="+", default=[4], metavar="N", help="numbers of pairs [4]")
     add("--vocab", type=int, default=16, metavar="N", help="tokens: half of them keys, half values [16]")
     add("--seq-len", type=int, default=24, metavar="N", help="tokens a sequence [24]")
-    add("--steps", type=int, default=300, metavar="N", help="training steps [300]")
+    add("--steps", type=at_least(int, 1), default=300, metavar="N", help="training steps [300]")
     add("--lr", type=float, default=1e-2, metavar="X", help="peak learning rate of AdamW [0.01]")
     add("--optimizer", default="muon", choices=("adamw", "muon"), help="outer, as in train.py [muon]")
-    add("--seed", type=int, default=1337, metavar="N", help="of weights and sequences [1337]")
+    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="of weights and sequences [1337]")
     own = set(vars(parser.parse_args([])))
     network = parser.add_argument_group("--task mqar: the network", "In [] is what atlas has here.")
-    train.add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=("vocab_size",))
+    train.add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
     args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(TEXT + MQAR)))             # None: not given
     args.config = {name: value for name, value in vars(args).items() if name not in own}
     for name in MQAR if args.task == "text" else TEXT:
@@ -224,9 +218,6 @@ def parse(argv=None):
             setattr(args, name, parser.get_default(name))
     if args.batch_size is None:
         args.batch_size = 32 if args.task == "mqar" else 8
-    for name, low in dict(batch_size=1, length=0, windows=1, stream=0, threads=0, steps=1, seed=0).items():
-        if not low <= getattr(args, name) < train.LIMIT:
-            parser.error(f"{train.flag(name)} must be at least {low} and below 2^31")
     if args.task == "text" and args.config:
         parser.error(f"{train.flag(next(iter(args.config)))} is for --task mqar; a checkpoint brings its own network")
     return args
@@ -235,15 +226,14 @@ def parse(argv=None):
 def main(argv=None):
     args = parse(argv)
     train.tune_cpu()
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
     return train.exit_code(lambda: run(args), more_memory="lower --batch-size or --length")
 
 
 def run(args):
     train.set_threads(args.threads)
-    train.set_matmul("auto", train.pick_device(args.device), torch.float32)
-    return (text_task if args.task == "text" else mqar_task)(args)
+    device = train.pick_device(args.device)
+    train.set_matmul("auto", device, torch.float32)
+    return (text_task if args.task == "text" else mqar_task)(args, device)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def check(config):
 
 @dataclass
 class Config:
-    """All it takes to rebuild the network; train.py makes a flag of each field but vocab_size and saves all in the checkpoint."""
+    """All it takes to rebuild the network; train.py makes a flag of nearly each field and saves all in the checkpoint."""
     vocab_size: int = opt(65, "number of tokens; set from the tokenizer", low=1)
     n_layer: int = opt(2, "blocks", low=1)
     n_head: int = opt(8, "heads; each has its own memory", low=1)
@@ -59,7 +59,7 @@ class Config:
     head_dim: int = opt(16, "width of a head; 0 takes n_embd / n_head")
     mixer: str = opt("memory", "what mixes tokens", choices=("memory", "attention"))
     wiring: str = opt("lmm", "memory alone, or with attention after Titans: gate, layer, context", choices=WIRINGS)
-    memory_branch: bool = opt(True, "--no-memory-branch leaves the attention of mag, mal, mac alone: what does the memory bring?")
+    memory_branch: bool = opt(True, "--no-memory-branch: mag, mal and mac with only their attention; what does the memory bring?")
     persistent: int = opt(4, "learned tokens before the sequence, in mag, mal and mac")
     memory: str = opt("mlp", "the memory: a matrix, Eq 42, or Eq 43", choices=MEMORIES)
     expansion: int = opt(1, "hidden width of the memory, in head dims", low=1)

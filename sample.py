@@ -1,5 +1,5 @@
 """sample.py - let a trained model write. Its memory goes on learning from what it reads and writes, and its state has a
-constant size (but with full attention or exp features), so a new token costs the same however long the text has become.
+constant size (except with full attention or exp features), so a new token costs the same however long the text has become.
 
     python sample.py --prompt "ROMEO:" --tokens 500
     python sample.py --ckpt runs/a/best.pt --prompt-file letter.txt --temperature 0.7 --top-p 0.9 --num 3
@@ -7,30 +7,16 @@ constant size (but with full attention or exp features), so a new token costs th
 
 The text goes to stdout as it is generated, everything else to stderr.
 """
-import argparse
-import math
 import sys
 
 import torch
 
-from data import Parser, UserError
-from train import LIMIT, continue_text, encode_prompt, exit_code, load_checkpoint, pick_device, rebuild, tune_cpu
-
-
-def at_least(kind, low, high=math.inf):
-    """An argparse type: a number in [low, high]."""
-    def convert(text):
-        value = kind(text)
-        if not low <= value <= high or value == math.inf:     # false for nan, too
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
-        return value
-    convert.__name__ = kind.__name__                          # argparse names it when the text is no number at all
-    return convert
+from data import Parser, UserError, at_least
+from train import continue_text, encode_prompt, exit_code, load_checkpoint, pick_device, rebuild, tune_cpu
 
 
 def parse(argv=None):
-    parser = Parser(prog="sample.py", usage="python %(prog)s [flags]", description=__doc__, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
     start = parser.add_mutually_exclusive_group()
@@ -42,7 +28,7 @@ def parse(argv=None):
     add("--top-p", type=at_least(float, 1e-9, 1), default=1.0, metavar="X",
         help="draw from the fewest tokens of total probability X [1.0]")
     add("--stop", default="", metavar="TEXT", help="end before this text appears")
-    add("--seed", type=at_least(int, 0, LIMIT - 1), default=1337, metavar="N", help="the same seed writes the same text [1337]")
+    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
     add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
     return parser.parse_args(argv)
@@ -55,8 +41,8 @@ def read_prompt(args):
     name = args.prompt_file or "-"
     try:
         if name == "-":
-            return sys.stdin.buffer.read().decode("utf-8")
-        with open(name, encoding="utf-8", newline="") as f:
+            return sys.stdin.buffer.read().decode("utf-8-sig")
+        with open(name, encoding="utf-8-sig", newline="") as f:
             return f.read()
     except OSError as fault:
         raise UserError(f"cannot read the prompt {name}: {fault.strerror}") from None
@@ -104,8 +90,6 @@ def speak(args):
 def main(argv=None):
     args = parse(argv)
     tune_cpu()
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")              # the text may hold letters that the terminal has not
     return exit_code(lambda: speak(args))
 
 

@@ -2,8 +2,8 @@
 
 The mathematics comes first: every fast path against its definition, every definition against a formula written here, in
 float64. Then data, training and sampling as programs, benchmark and evaluation. Each docstring names the failure that the
-test guards against, and `python test_all.py --mutants` shows that it does: it breaks a copy of the project on purpose, one
-way at a time, and runs the test that should notice.
+test guards against, and `python test_all.py --mutants` shows for half of them that it does: it breaks a copy of the project on
+purpose, one way at a time, and runs the test that should notice.
 """
 import argparse
 import ast
@@ -53,6 +53,9 @@ from memory import LOSSES, MEMORIES
 from muon import COEFFICIENTS, newton_schulz, newton_schulz_ref
 from omega import Gates, Rule, State, omega, omega_ref, start, total
 from poly import Features, features_dim
+
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -1064,14 +1067,13 @@ def test_nothing_but_speed_hangs_on_a_private_name(preset, monkeypatch):
 @pytest.mark.parametrize("preset", ["atlas", "omeganet", "transformer"])
 def test_remat_is_bit_equal_in_less_memory(preset):
     """A block computed again with another dropout, or kept all the same."""
-    import bench
     model, x = small(preset, n_layer=6, dropout=0.3), torch.randint(11, (2, 17))
     grads, peaks = [], []
     for model.remat in (False, True):
         def run():
             torch.manual_seed(1)
             grads.append(torch.autograd.grad(model.loss(x[:, :-1], x[:, 1:]), list(model.parameters())))
-        peaks.append(bench.peak_bytes(run, torch.device("cpu")))
+        peaks.append(bench.peak_bytes(run, CPU))
     assert same(*grads)
     assert peaks[1] < 0.6 * peaks[0]
 
@@ -1309,19 +1311,18 @@ def test_state_size_is_constant(preset, more):
         _, state = model(piece, state)
         sizes.append(sum(t.numel() for t in tensors(state)))
     assert sizes[0] < sizes[1] < sizes[2] if keeps_its_past(model) else sizes[0] == sizes[1] == sizes[2]
-    for t in range(8):                                        # nor may a small view hold a large storage
-        _, state = model(x[:, t: t + 1], state)
-    if not keeps_its_past(model):
-        assert sum(t.untyped_storage().nbytes() for t in tensors(state)) < 20 * 4 * max(sizes[0], 1000)
 
 
-@pytest.mark.parametrize("preset, more", [pytest.param(*model, id=name) for name, model in MODELS.items()
-                                          if name in models.PRESETS or name.startswith("atlas-")])
+@pytest.mark.parametrize("preset, more", [*(pytest.param(*model, id=name) for name, model in MODELS.items()
+                                            if name in models.PRESETS or name.startswith("atlas-")),
+                                          pytest.param("atlas", dict(chunk=16, muon_every=1), id="blocks")])
 @torch.inference_mode()
 def test_a_state_holds_no_prompt(preset, more):
-    """The last tokens of a prompt as views of all of them: a state of 0.4 MB kept 27 MB alive, and torch.save wrote them."""
+    """The last tokens of a prompt as views of all of them: a state of 0.4 MB kept 27 MB alive, and torch.save wrote them. Likewise W and S as
+    views of those of all blocks.
+    """
     model = small(preset, **more)
-    for lengths in ((200,), (30, 170)):
+    for lengths in ((200,), (30, 170), (36, *[1] * 8)):
         state, held = None, {}
         for T in lengths:
             _, state = model(torch.randint(11, (1, T)), state)
@@ -1389,11 +1390,11 @@ def test_long_streams_stay_bounded(preset, trained):
         assert logits.abs().max() < 100 and all(t.abs().max() < 1e4 for t in tensors(state) if t.numel())
 
 
-@pytest.mark.parametrize("preset", ["titans", "omeganet", "dot", "atlas++"])
+@pytest.mark.parametrize("preset", ["titans", "omeganet"])
 @torch.no_grad()
 def test_norm_keeps_wide_open_gates_bounded(preset):
-    """With the norm in the memory nothing blows up on a repeated token, with all gates open: without it this is NaN."""
-    model = models.build(preset, vocab_size=11, n_layer=1, n_head=2, n_embd=16, memory_norm=True)
+    """With the norm in the memory nothing blows up on a repeated token, with all gates open: without it (and the ball) this is NaN, or 1e25."""
+    model = models.build(preset, vocab_size=11, n_layer=1, n_head=2, n_embd=16, memory_norm=True, max_norm=0.0)
     bias = model.blocks[0].mixer.gates.bias.data.fill_(3.0)
     bias.view(2, -1)[:, 0] = 6.0                              # keep 0.998
     logits, state = model(torch.full((1, 2000), 3))
@@ -1757,16 +1758,6 @@ def test_convolution_of_what_autocast_leaves():
     assert y.dtype == torch.float32 and torch.equal(y, layer.short_conv(x.float(), before)[0])
 
 
-@torch.inference_mode()
-def test_a_state_holds_no_block():
-    """W and S as views of those of all blocks."""
-    state, held = small("atlas", chunk=16, muon_every=1)(torch.randint(11, (1, 200)))[1], {}
-    for t in tensors(state):
-        if not isinstance(t, torch.nn.Parameter):
-            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-    assert sum(held.values()) <= 2 * models.state_bytes(state)
-
-
 @pytest.mark.parametrize("tie", [False, True])
 def test_starting_values_by_hand(tie):
     """Matrices keep the size of what they multiply; what is added to the residual stream shrinks with its depth, and a tied embedding is a head."""
@@ -1816,7 +1807,7 @@ def test_no_text_makes_the_memory_run_away(preset):
     model.blocks[0].mixer.gates.bias.data.view(4, -1)[:, 1] = 5.0
     tokens, state = torch.arange(20)[:, None].expand(20, 128), None
     with torch.no_grad():
-        for _ in range(4 if preset == "dot" else 12):
+        for _ in range(12):
             logits, state = model(tokens, state)
     assert logits.isfinite().all() and all(t.isfinite().all() for t in tensors(state))
 
@@ -2187,7 +2178,7 @@ def test_tokenizer_mistakes():
     """An unknown kind lists the kinds; a text without characters makes no vocabulary."""
     assert "char, byte, bpe, gpt2" in user_error(data.make_tokenizer, "words", TEXT)
     for kind in ("char", "bpe"):
-        assert "empty" in user_error(data.make_tokenizer, kind, "")
+        assert "no text" in user_error(data.make_tokenizer, kind, "")
 
 
 @pytest.mark.parametrize("state", [
@@ -2266,13 +2257,15 @@ def test_token_files_that_are_none(tmp_path, ids, header, said):
     assert said in message and "val.bin" in message
     (tmp_path / "val.bin").write_bytes(b"odd")
     assert "has 3 bytes" in user_error(data.read, tmp_path)
+    token_file(tmp_path / "val.bin", [1])
+    assert "1 to validate" in user_error(lambda: data.read(tmp_path).splits(data.Tokenizer("byte", data.EVERY_BYTE), 1))
 
 
 def test_training_on_token_files_is_training_on_the_text(text, tmp_path, capsys):
     """The same losses to the bit, from data.py's own flags to eval.py; and what the files cannot tell is asked for."""
     made, a, b = (tmp_path / name for name in ("made files", "a", "b"))
     assert data.main(["--data", str(text), "--tokenizer", "byte", "--out", str(made)]) == 0
-    assert f"--data '{made}' --tokenizer byte" in capsys.readouterr().out
+    assert f"--data '{made}' --tokenizer byte" in capsys.readouterr().err
     for source, out in ((text, a), (made, b)):
         assert go(source, out, "--tokenizer", "byte", "--steps", 4) == 0
     assert rows(a, "loss", "val") == rows(b, "loss", "val")
@@ -2313,13 +2306,11 @@ def test_too_short():
     """A short text must name the length it needs, and that length must do."""
     for n, T in [(10, 1), (500, 64), (640, 64), (0, 1)]:
         message = user_error(data.split, np.zeros(n, dtype=int), T)
-        assert f"it has {n} tokens" in message and f"needs {10 * T + 1}" in message and f"--seq-len {T}" in message
+        assert f"it has {n} tokens" in message and f"windows of {T} need {10 * T + 1}" in message
     assert "--seq-len 49 at most" in user_error(data.split, np.zeros(500), 64) and data.split(np.zeros(500), 49)
     assert "at most" not in user_error(data.split, np.zeros(5), 64)
     train, val = data.split(np.zeros(641, dtype=int), 64)
     assert data.batch(val, 0, 0, 2, 64)[0].shape == (2, 64) and data.batch(train, 0, 0, 2, 64)
-    assert "needs 65" in user_error(data.batch, val[:64], 0, 0, 2, 64)
-    assert "2 tokens" in user_error(lambda: list(data.windows([1], 4, 2)))
 
 
 def test_batch():
@@ -2515,11 +2506,12 @@ def test_every_field_is_a_flag_and_help_lists_it_with_its_default(capsys):
     for main, values in ((train.main, {**asdict(tc), **asdict(config), "size": "auto"}), (eval.main, asdict(recall))):
         shown = dict(re.findall(r"^  --([\w-]+).*?\[(.*?)\]$", text[main], re.M | re.S))
         for name, value in values.items():
-            assert name == "vocab_size" or shown[name.replace("_", "-")] == str(value), name
+            assert name in train.NO_FLAG or shown[name.replace("_", "-")] == str(value), name
     text = text[train.main]
     for cls in (train.TrainConfig, models.Config):
         for f in fields(cls):
-            if f.name == "vocab_size":
+            if f.name in train.NO_FLAG:
+                assert train.flag(f.name) + " " not in text, f.name
                 continue
             assert train.flag(f.name) + " " in text.replace(",", " ").replace("\n", " ") and f.metadata["help"], f.name
             if type(f.default) is bool:
@@ -2598,7 +2590,7 @@ def test_bad_texts_are_refused_and_nothing_is_overwritten(copy, tmp_path, capsys
         (tmp_path / name).write_bytes(raw)
     said = {name: refused(capsys, train.main, *NET, *RUN, "--out", copy, "--data", tmp_path / name)
             for name in (*cases, "missing")}
-    assert "--seq-len 16" in said["short"] and "not UTF-8" in said["latin1"] and len(set(said.values())) == 4
+    assert "windows of 16" in said["short"] and "not UTF-8" in said["latin1"] and len(set(said.values())) == 4
     assert contents(copy) == before
 
 
@@ -2648,7 +2640,7 @@ def test_a_run_prints_and_logs_what_it_did(text, tmp_path, capsys):
 
 
 def test_the_loss_falls(text, tmp_path):
-    """An optimizer that is never stepped, or steps uphill, passes every other test of this file."""
+    """A run whose optimizer is never stepped, or steps uphill, still prints, saves and resumes."""
     assert go(text, tmp_path / "out", "--steps", 30, "--optimizer", "muon", "--decay-frac", "0.5") == 0
     loss = [float(r[0]) for r in rows(tmp_path / "out", "loss")]
     assert loss[-1] < loss[0] - 0.3
@@ -2722,17 +2714,17 @@ def tiny_model(preset="atlas", **more):
 
 def test_gradient_is_of_the_whole_batch_and_clipped_after_its_norm_was_taken():
     """Accumulation that forgets to divide, or clips each part, changes the run; a norm after clipping says little."""
-    ids, cpu = torch.randint(20, (200,), generator=torch.Generator().manual_seed(0)), torch.device("cpu")
+    ids = torch.randint(20, (200,), generator=torch.Generator().manual_seed(0))
     tc = train.TrainConfig(batch_size=4, seq_len=16, warmup=0, grad_clip=0.0)
     model = tiny_model()
     whole, parts, clipped = (Recorder(model) for _ in range(3))
-    loss, norm = train.train_step(model, [whole], tc, ids, 0, 1.0, cpu, torch.float32)
+    loss, norm = train.train_step(model, [whole], tc, ids, 0, 1.0, CPU, torch.float32)
     x, y = data.batch(ids, tc.seed, 0, 4, 16)
     assert loss == pytest.approx(model.loss(x, y).item(), rel=1e-6)
     assert norm == pytest.approx(whole.seen.norm().item(), rel=1e-5)
-    loss2, norm2 = train.train_step(model, [parts], replace(tc, batch_size=2, grad_accum=2), ids, 0, 1.0, cpu, torch.float32)
+    loss2, norm2 = train.train_step(model, [parts], replace(tc, batch_size=2, grad_accum=2), ids, 0, 1.0, CPU, torch.float32)
     assert (loss2, norm2) == pytest.approx((loss, norm), rel=1e-5) and torch.allclose(whole.seen, parts.seen, atol=1e-6)
-    assert train.train_step(model, [clipped], replace(tc, grad_clip=norm / 4), ids, 0, 1.0, cpu, torch.float32)[1] == norm
+    assert train.train_step(model, [clipped], replace(tc, grad_clip=norm / 4), ids, 0, 1.0, CPU, torch.float32)[1] == norm
     assert clipped.seen.norm().item() == pytest.approx(norm / 4, rel=1e-4)
     assert whole.param_groups[0]["lr"] == tc.lr
 
@@ -2790,7 +2782,7 @@ def test_embed_lr_is_of_the_embedding_alone(tie):
         model = tiny_model(tie=tie)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         tc = train.TrainConfig(batch_size=4, seq_len=16, warmup=0, weight_decay=0.0, embed_lr=times)
-        train.train_step(model, train.make_optimizers(model, tc), tc, ids, 0, 1.0, torch.device("cpu"), torch.float32)
+        train.train_step(model, train.make_optimizers(model, tc), tc, ids, 0, 1.0, CPU, torch.float32)
         moved[times] = {name: (p.detach() - before[name]).abs().max().item() for name, p in model.named_parameters()}
     ratio = {name: moved[4.0][name] / moved[1.0][name] for name in moved[1.0]}
     assert ratio.pop("embed.weight") == pytest.approx(4, rel=1e-3) and ratio == dict.fromkeys(ratio, 1.0)
@@ -2814,23 +2806,17 @@ def test_evaluate_is_the_mean_over_all_tokens_and_leaves_no_trace():
     assert streams == pytest.approx(model.loss(ids[: 2 * half].view(2, half), ids[1: 2 * half + 1].view(2, half)).item(), rel=1e-4)
 
 
-def test_evaluation_on_some_windows_spreads_over_the_split(monkeypatch):
+@pytest.mark.parametrize("batch_size", [2, 8, 64])
+def test_evaluation_on_some_windows_spreads_over_the_split(batch_size):
     """The first windows of a text are not its average, and all of them would cost more than the training."""
-    seen = []
-
-    def windows(*args):
-        for i, pair in enumerate(data.windows(*args)):
-            seen.append(i)
-            yield pair
-    monkeypatch.setattr(train, "windows", windows)
-    model = tiny_model("linear")
-    forward, calls = model.forward, []
-    model.forward = lambda x, state=None: (calls.append(len(x)), forward(x, state))[1]
-    train.evaluate(model, torch.zeros(16 * 40 + 1, dtype=torch.long), 16, 2, max_windows=8)
-    assert sum(calls) in (8, 10) and max(seen) >= 15
-    calls.clear()
-    train.evaluate(model, torch.zeros(16 * 3 + 1, dtype=torch.long), 16, 2, max_windows=100)
-    assert sum(calls) == 3
+    model, starts = tiny_model("linear", vocab_size=700), []
+    forward = model.forward
+    model.forward = lambda x, state=None: (starts.extend(x[:, 0].tolist()), forward(x, state))[1]
+    train.evaluate(model, torch.arange(16 * 40 + 9), 16, batch_size, max_windows=8)
+    assert starts == list(range(0, 640, 80))
+    starts.clear()
+    train.evaluate(model, torch.arange(16 * 3 + 9), 16, batch_size, max_windows=100)
+    assert starts == [0, 16, 32, 48]                          # what is left over, too
 
 
 def test_where_compiling_fails_nothing_is_compiled(capsys):
@@ -2927,10 +2913,11 @@ def test_resume_of_a_finished_run_does_nothing(copy, text, capsys):
     assert "nothing to do" in said and "eval.py" in said and contents(copy) == before
 
 
-def test_a_finished_run_can_be_made_longer(copy, capsys):
-    """More --steps is what a run that still learns needs; a limit of time that is over would end it after one."""
+@pytest.mark.parametrize("planned", [8, 15])
+def test_a_finished_run_can_be_made_longer(planned, copy, capsys):
+    """More --steps is what a run that still learns needs; a limit of time that is over would end it after one, or at once."""
     ckpt = train.load_checkpoint(copy / "ckpt.pt")
-    ckpt["train"]["minutes"] = 1e-9
+    ckpt["train"].update(minutes=1e-9, steps=planned)
     torch.save(ckpt, copy / "ckpt.pt")
     with (copy / "log.csv").open("ab") as log:
         log.write(b"\xff,\n")                                 # a log that somebody has edited is no reason not to
@@ -2946,6 +2933,8 @@ def test_resume_refuses_other_settings_and_names_them(copy, text, capsys):
         argv = [train.flag(name), now] if name != "muon" else ["--no-muon"]
         said = refused(capsys, train.main, "--resume", "--out", copy, *argv)
         assert train.flag(name) in said and str(was) in said and str(now) in said
+    said = refused(capsys, train.main, "--resume", "--out", copy, "--eval-every", 0)
+    assert said.startswith("error: --eval-every") and "version" not in said      # a mistake in a flag, not in the checkpoint
     assert contents(copy) == before
     assert train.main(["--resume", "--out", str(copy), "--window", "3"]) == 0     # given again, but the same
 
@@ -3022,7 +3011,7 @@ def test_threads_reach_torch(tmp_path, monkeypatch):
     for flags in ([], ["--threads", "3"]):
         with pytest.raises(ZeroDivisionError):
             train.main(["--device", "cpu", "--out", str(tmp_path), *flags])
-    monkeypatch.setattr(eval, "text_task", lambda _: 0)
+    monkeypatch.setattr(eval, "text_task", lambda *_: 0)
     assert eval.main(["--device", "cpu", "--threads", "2"]) == 0
     assert threads == [3, 2]
 
@@ -3175,14 +3164,18 @@ def test_a_run_outlives_its_reader(monkeypatch):
 
 @pytest.mark.parametrize("preset, grows", [("transformer", True), ("dot", True), ("swa", False), ("omeganet", False)])
 def test_where_each_token_costs_more_than_the_last_the_last_pass_ends_earlier(preset, grows, monkeypatch, capsys):
-    """A transformer on a text of ten megabytes would validate for days; the figure must say of how much it is, and be of that."""
-    model, tokenizer, ids = tiny_model(preset), data.Tokenizer("byte", data.EVERY_BYTE), np.arange(200) % 11
+    """A transformer on a text of ten megabytes would validate for days; the figures must say of how much they are, and be of that."""
+    model, tokenizer = tiny_model(preset), data.Tokenizer("char", [c.encode() for c in "abcdefghij\u00e9"])
+    ids = np.where(np.arange(200) < 61, np.arange(200) % 10, 10)                 # at first a byte a token, then two
     monkeypatch.setattr(train, "LONGEST", 30)
     loss = train.report(model, tokenizer, ids, 16, 2)
     said = capsys.readouterr().out.splitlines()
     part = ids[:61] if grows else ids
-    assert ("the first 61" in said[1]) == grows and f"{train.evaluate(model, part, 16, 2, carry=True):.4f} nats" in said[1]
+    assert ("first 61 tokens" in said[1]) == grows and f"{train.evaluate(model, part, 16, 2, carry=True):.4f} nats" in said[1]
     assert f"{loss:.4f} nats" in said[0] and loss == train.evaluate(model, ids, 16, 2)
+    for line, bytes_a_token in zip(said, (338 / 199, 1 if grows else 338 / 199)):
+        token, byte = (float(re.search(rf"([\d.]+) bits/{of}", line)[1]) for of in ("token", "byte"))
+        assert token / byte == pytest.approx(bytes_a_token, rel=1e-3)
 
 
 def test_more_streams_than_tokens():
@@ -3357,6 +3350,7 @@ def test_no_more_threads_than_a_container_may_run(files, cpus, tmp_path, monkeyp
 
 
 def test_matmul_is_what_torch_multiplies_with(text, tmp_path, capsys):
+    """--matmul that does nothing."""
     for matmul in ("medium", "highest"):
         go(text, tmp_path / matmul, "--steps", 1, "--matmul", matmul)
         assert torch.get_float32_matmul_precision() == matmul
@@ -3372,11 +3366,11 @@ def test_matmul_by_itself(can, exact, best, monkeypatch):
     """Products that are not float32's, where nobody asked for them; on an AMD core, half of its speed; single tokens by oneDNN."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can, raising=False)
     monkeypatch.setattr(train, "exact_products", lambda device: exact)
-    cpu, cuda, half, seen = torch.device("cpu"), torch.device("cuda"), torch.bfloat16, []
-    wanted = [(cuda, torch.float32, "highest"), (cuda, half, "high"), (cpu, half, best), (torch.device("mps"), torch.float32, "highest")]
+    cuda, half, seen = torch.device("cuda"), torch.bfloat16, []
+    wanted = [(cuda, torch.float32, "highest"), (cuda, half, "high"), (CPU, half, best), (torch.device("mps"), torch.float32, "highest")]
     for device, dtype, want in wanted:
         assert train.set_matmul("auto", device, dtype) == want == torch.get_float32_matmul_precision()
-    record = lambda _: seen.append(torch.get_float32_matmul_precision())
+    record = lambda *_: seen.append(torch.get_float32_matmul_precision())
     monkeypatch.setattr(bench, "PARTS", {name: (record, 1) for name in ("layer", "decode", "peers")})
     monkeypatch.setattr(eval, "text_task", record)
     for flags in ([], ["--matmul", "medium"]):
@@ -3558,6 +3552,8 @@ def test_prompts(trained, tmp_path, capsys, monkeypatch):
         with open(tmp_path / "p.txt") as stdin:
             monkeypatch.setattr(sys, "stdin", stdin)
             assert speak(capsys, trained, *flags) == expect
+    (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbfthat\nis")                # a byte order mark is no letter
+    assert speak(capsys, trained, "--prompt-file", tmp_path / "mark.txt") == expect
     (tmp_path / "bad").write_bytes(b"to \xff")
     assert "UTF-8" in refused(capsys, sample.main, "--ckpt", trained, "--prompt-file", tmp_path / "bad")
     assert "cannot read" in refused(capsys, sample.main, "--ckpt", trained, "--prompt-file", tmp_path / "none")
@@ -3658,9 +3654,6 @@ def test_a_sample_with_letters_that_the_terminal_has_not(trained, monkeypatch):
 # ----------------------------------------------------------------------------------------------------------------
 # bench.py and eval.py
 
-CPU = torch.device("cpu")
-
-
 def a_bench(**more):
     return bench.Bench(**{**dict(device=CPU, dtype=torch.float32, compile=False, quick=True, models=["transformer", "atlas"]), **more})
 
@@ -3709,6 +3702,7 @@ def test_peak_bytes():
 
 
 def test_race_takes_turns_and_drops_who_cannot_run(capsys):
+    """A busy moment that hits one contestant alone; one whose memory runs out, and no figure of any."""
     log = []
 
     def full():
@@ -3730,16 +3724,19 @@ def test_race_takes_turns_and_drops_who_cannot_run(capsys):
 
 
 def test_summary_and_short():
+    """A mean that one busy moment moves; figures that lose their size in rounding."""
     times = bench.summary([1.0, 2.0, 3.0, 4.0, 100.0], 9.0)
     assert times == dict(median_s=3.0, spread_s=1.0, runs=5, first_s=9.0)
     assert [bench.short(x) for x in (0.01234, 12, 999, 12345, 999_600, 1e6, 8.84e10)] == [
         "0.0123", "12", "999", "12.3K", "1M", "1M", "88.4G"]
 
 
-def test_on_one_thread_time_is_that_of_the_processor():
-    alone = torch.get_num_threads() == 1 and sys.platform != "win32"
-    assert bench.clock_name(CPU) == ("process_time" if alone else "perf_counter")
-    assert bench.clock_name(torch.device("cuda")) == "perf_counter"
+def test_on_one_thread_time_is_that_of_the_processor(monkeypatch):
+    """Of several threads it would add up; a GPU's does not show."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    for threads, clock in ((1, "process_time"), (2, "perf_counter")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        assert (bench.clock_name(CPU), bench.clock_name(torch.device("cuda"))) == (clock, "perf_counter")
 
 
 def test_slow_runs_the_definition_and_puts_the_fast_form_back():
@@ -3757,6 +3754,7 @@ def test_slow_runs_the_definition_and_puts_the_fast_form_back():
 
 
 def test_layer_runs_reach_every_input():
+    """A backward pass that skips the input or a parameter is fast."""
     made = bench.layer(a_bench(), **{**bench.WORK, **bench.heads(32, 16)})
     runs = bench.layer_runs(a_bench(), made, 1, 8, 32, "x")
     y = runs["x", "forward"]()
@@ -3766,6 +3764,7 @@ def test_layer_runs_reach_every_input():
 
 
 def test_widen_makes_models_of_equal_size():
+    """A comparison at equal parameters that is none."""
     configs = [models.Config(**{**models.PRESETS[name], "n_layer": 2, "n_embd": 64, "n_head": 4}) for name in models.PRESETS]
     target = max(map(bench.count, configs))
     for config in configs:
@@ -3798,6 +3797,7 @@ def test_clock_is_the_time_between():
 # ---- bench.py: the command
 
 def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
+    """A part that does not run at all, or leaves no record."""
     monkeypatch.setitem(sys.modules, "titans_pytorch", None)            # not installed
     file = tmp_path / "b.json"
     assert bench.main(["--quick", "--model", "transformer", "--model", "titans", "--device", "cpu", "--json", str(file)]) == 0
@@ -3825,6 +3825,7 @@ def test_single_tokens_are_not_compiled(monkeypatch):
 
 
 def test_a_peer_that_breaks_does_not_break_the_bench(capsys, monkeypatch):
+    """Other people's next version takes other arguments."""
     class Broken:
         def __init__(self, *_, **__):
             raise TypeError("unexpected keyword")
@@ -3835,10 +3836,11 @@ def test_a_peer_that_breaks_does_not_break_the_bench(capsys, monkeypatch):
     assert "titans_pytorch of titans-pytorch skipped: it failed, TypeError: unexpected keyword" in out and "attention" in out
 
 
-def test_plot_without_matplotlib_says_so(tmp_path, capsys, monkeypatch):
+def test_plot_without_matplotlib_is_refused_before_the_work(capsys, monkeypatch):
+    """After minutes of measuring, a picture that cannot be drawn."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    bench.plot([], tmp_path)
-    assert "pip install matplotlib" in capsys.readouterr().out
+    monkeypatch.setattr(bench, "PARTS", dict(layer=(None, 1)))
+    assert "pip install matplotlib" in refused(capsys, bench.main, "--plot", "--device", "cpu")
 
 
 def test_plot_draws_a_line_for_each_contestant(tmp_path, monkeypatch):
@@ -3859,15 +3861,11 @@ def test_plot_draws_a_line_for_each_contestant(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("argv, names", [
     (["--part", "nothing"], "layer"), (["--threads", "0"], "--threads"), (["--minutes", "nan"], "--minutes"),
-    (["--json", "/no/such/folder/x.json"], "no such folder"), (["--json", "/"], "is a folder"), (["--wat"], "--wat"),
+    (["--json", "/no/such/folder/x.json"], "--json"), (["--json", "/"], "--json"), (["--wat"], "--wat"),
     pytest.param(["--device", "cuda"], "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one"))])
 def test_bench_mistakes_are_one_line(argv, names, capsys):
-    try:
-        code = bench.main(argv)
-    except SystemExit as end:
-        code = end.code
-    err = capsys.readouterr().err
-    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and names in err
+    """A traceback, or a mistake that shows after minutes of work."""
+    assert names in refused(capsys, bench.main, *argv)
 
 
 # ---- eval.py
@@ -3986,12 +3984,8 @@ def test_resident_memory_of_any_system(monkeypatch):
     (["--task", "mqar", "--seed", str(10**13)], "--seed"), (["--threads", str(10**11)], "--threads"),
     (["--model", "atlas"], "--model"), (["--task", "mqar", "--ckpt", "out"], "--ckpt")])          # the defaults, but given
 def test_eval_mistakes_are_one_line(argv, names, capsys):
-    try:
-        code = eval.main(argv)
-    except SystemExit as end:
-        code = end.code
-    err = capsys.readouterr().err
-    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and names in err
+    """A traceback, or a flag that is ignored without a word."""
+    assert names in refused(capsys, eval.main, *argv)
 
 
 @pytest.mark.parametrize("script", [eval, sample, bench])
@@ -4093,7 +4087,7 @@ def test_sizes_have_the_parameters_the_readme_says():
             assert f"{one + (config.n_layer - 1) * (two - one):,}" == count, (size, preset)
 
 
-# ---- python test_all.py --mutants: every test above has been seen to fail
+# ---- python test_all.py --mutants: every test that is named here has been seen to fail
 
 # name, file, text (it must occur exactly once), what it becomes, the test that notices; then perhaps a second text and what it becomes
 MUTANTS = [
@@ -4409,7 +4403,7 @@ MUTANTS = [
     ("layers used apart draw what comes next", "models.py", 'int(torch.randint(2**31, (), device=device if cuda else "cpu"))', "0",
      "test_a_layer_draws_numbers_of_its_own", "torch.default_generator.manual_seed(seed)", "None"),
     ("two runs in one folder", "train.py", "fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_one_run_a_folder"),
-    ("a longer run ends with its old limit of time", "train.py", 'if train["steps"] != ckpt["train"]["steps"] and', "if False and",
+    ("a longer run ends with its old limit of time", "train.py", '"steps" in given and "minutes" not in given', "not ckpt and 'steps' in given",
      "test_a_finished_run_can_be_made_longer"),
     ("nohup undone", "train.py", " and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN", "", "test_nohup"),
     ("torchrun's own signal counts as the second", "train.py", "if processes() > 1 and time.monotonic()", "if False and time.monotonic()",
@@ -4458,7 +4452,7 @@ MUTANTS = [
     ("the convolution rounds to what comes in", "models.py", "y = torch.empty_like(x, dtype=taps.dtype)",
      "y = torch.empty_like(x)", "test_convolution_of_what_autocast_leaves"),
     ("a state holds all blocks", "chunks.py", "[a.clone() for group in fast for a in group]",
-     "[a for group in fast for a in group]", "test_a_state_holds_no_block"),
+     "[a for group in fast for a in group]", "test_a_state_holds_no_prompt[blocks]"),
     ("the bench's clock adds", "bench.py", "return timer() - began", "return timer() + began", "test_clock_is_the_time_between"),
     ("eval.py's help tells another default", "eval.py", '"--seq-len", type=int, default=24',
      '"--seq-len", type=int, default=25', "test_help_tells_the_defaults"),
@@ -4474,7 +4468,7 @@ MUTANTS = [
     ("the residual stream grows with its depth", "models.py", "(2 * self.config.n_layer) ** -0.5", "2 ** -0.5", "test_starting_values_by_hand"),
     ("a tied embedding starts large", "models.py", "std=0.02 if self.config.tie else 1.0", "std=1.0", "test_starting_values_by_hand"),
     ("samples with dropout", "train.py", "model.eval().generate(", "model.generate(", "test_writing_is_without_dropout"),
-    ("a sample is for its own terminal", "sample.py", 'sys.stdout.reconfigure(errors="replace")',
+    ("a sample is for its own terminal", "train.py", 'sys.stdout.reconfigure(errors="replace")',
      "pass", "test_a_sample_with_letters_that_the_terminal_has_not"),
     ("M0 of the size of its features", "models.py", "std=self.M0[-1].shape[1] ** -0.5",
      "std=self.M0[0].shape[1] ** -0.5", "test_starting_values_of_memories"),
@@ -4549,7 +4543,7 @@ MUTANTS = [
      "test_second_derivatives_are_refused"),
     ("exp features with Newton-Schulz", "omega.py", 'if phi.kind == "exp" and rule.muon_every:', "if False:",
      "test_exp_has_no_reference_and_no_newton_schulz"),
-    ("a cache that grows has failed", "eval.py", "if train.holds_all(c):", "if False:",
+    ("a cache that grows has failed", "eval.py", "if train.holds_all(model.config):", "if False:",
      "test_stream_tells_growth_and_nan"),
     ("--help shows what no run has", "train.py", "presets.get(f.name, f.default)", "f.default",
      "test_every_field_is_a_flag_and_help_lists_it_with_its_default"),
@@ -4576,7 +4570,15 @@ MUTANTS = [
      "argparse.Namespace()", "test_eval_mistakes_are_one_line"),
     ("a picture of forward and of both on one line", "bench.py", ' and r.get("what") != "forward"', "",
      "test_plot_draws_a_line_for_each_contestant"),
-    ("evaluation at half speed", "eval.py", '    train.set_matmul("auto", train.pick_device(args.device), torch.float32)\n', "",
+    ("some windows: those that begin a batch", "data.py", "starts = range(0, whole, every * seq_len)", "starts = range(0, whole // every, seq_len)",
+     "test_evaluation_on_some_windows_spreads_over_the_split"),
+    ("bits a byte of a part by the bytes of the whole", "train.py", "tokenizer.bytes_a_token(part)", "tokenizer.bytes_a_token(ids)",
+     "test_where_each_token_costs_more_than_the_last_the_last_pass_ends_earlier"),
+    ("a norm inside the memory that is not there", "models.py", "norm=self.memory_norm", "norm=False",
+     "test_norm_keeps_wide_open_gates_bounded"),
+    ("the processor's seconds of several threads", "bench.py", " and torch.get_num_threads() == 1", "",
+     "test_on_one_thread_time_is_that_of_the_processor"),
+    ("evaluation at half speed", "eval.py", '    train.set_matmul("auto", device, torch.float32)\n', "",
      "test_matmul_by_itself"),
     ("denormals stay", "train.py", "set_flush_denormal(True)", "set_flush_denormal(False)", "test_denormals_are_flushed"),
     ("detach detaches nothing", "models.py", "else state.detach()", "else state", "test_detach"),

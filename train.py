@@ -2,7 +2,7 @@
 
     python train.py                                      the tiny ATLAS for this machine
     python train.py --model transformer --out base       a baseline
-    python train.py --data my.txt --window 1 --no-muon   your own text; every field of models.Config is a flag
+    python train.py --data my.txt --window 1 --no-muon   your own text; nearly every field of models.Config is a flag
     python train.py --resume                             go on exactly where OUT/ckpt.pt stopped (--steps: to train longer)
     python train.py --init out --data my.txt --out tuned a new run that begins with the weights of another
     torchrun --nproc-per-node 8 train.py --size 340m --data tokens --tokenizer gpt2
@@ -26,7 +26,7 @@ import time
 import zipfile
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -47,10 +47,10 @@ MATMUL = "auto", "highest", "high", "medium"
 class TrainConfig:
     """Everything about a run that is not the network. Numbers are at least 0, or at least `low`; integers below LIMIT."""
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
-    size: str = opt("auto", "of network and run; auto: baby on CUDA, else tiny", choices=("auto", *SIZES))
+    size: str = opt("auto", "of the network and of the run; auto: baby on CUDA, else tiny", choices=("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a text file, or a folder of text files or token files (data.py)")
     tokenizer: str = opt("char", "what a token is; bpe: byte pairs learned from your text, gpt2: those of GPT-2", choices=KINDS)
-    bpe_size: int = opt(1024, "tokens of --tokenizer bpe, at most", low=256)
+    bpe_size: int = opt(1024, "largest vocabulary of --tokenizer bpe", low=256)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv; a new run moves those of an earlier one to OUT/old-N")
     resume: bool = opt(False, "go on from OUT/ckpt.pt, with its settings")
     init: str = opt("", "a checkpoint, or its folder: a new run begins with its network, weights and tokenizer")
@@ -79,10 +79,10 @@ class TrainConfig:
     device: str = opt("auto", "auto: cuda, else cpu (mps is untried: compare its first losses with cpu's)", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = opt("auto", "of autocast; auto: bfloat16 where it is native (CUDA from SM 8.0, AVX-512 BF16, AMX), else float32",
                      choices=("auto", "float32", "bfloat16"))
-    matmul: str = opt("auto", "float32 products, torch.set_float32_matmul_precision: results/README.md; auto: high (TF32) beside bfloat16 "
-                              "on CUDA, medium (exact, and faster) on AMD cores with AVX-512, else highest", choices=MATMUL)
+    matmul: str = opt("auto", "precision of float32 products, torch.set_float32_matmul_precision (results/README.md); auto: high (TF32) "
+                              "with bfloat16 on CUDA, medium (exact, and faster) on AMD cores with AVX-512, else highest", choices=MATMUL)
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
-    remat: bool = opt(False, "keep the input of each block alone, and compute the block once more in backward: less memory")
+    remat: bool = opt(False, "keep only each block's input, and compute the block again in backward: less memory, a third more time")
     threads: int = opt(0, "CPU threads; 0: torch decides")
 
     def __post_init__(self):
@@ -107,12 +107,17 @@ LAUNCH = {"out", "resume", "stop_after", "device", "compile", "threads"}      # 
 FREE = LAUNCH | {"data", "steps", "minutes", "eval_every", "log_every", "sample_tokens", "remat"}
 
 
+NO_FLAG = "vocab_size", "mixer"                               # which the tokenizer and the preset decide
+
+
 class Halt(Exception):
     """Ends a run with one line and exit code 1: not the user's mistake, and the last checkpoint is intact."""
 
 
 def add_flags(group, cls, presets, skip=()):
-    """One flag for each field of a dataclass, in [] what it is with these presets. A flag not given leaves no trace, so that they can tell."""
+    """One flag for each field of a dataclass, in [] what it is with these presets. A flag not given is absent from the result, for `settings`
+    to know.
+    """
     for f in fields(cls):
         if f.name in skip:
             continue
@@ -126,12 +131,11 @@ def add_flags(group, cls, presets, skip=()):
 def parse(argv=None):
     """The flags that were given -> dict."""
     parser = Parser(
-        prog="train.py", usage="python %(prog)s [flags]", description=__doc__, allow_abbrev=False,
-        epilog="In [] is what tiny and atlas have; another --size changes some (SIZES, TRAIN_SIZES), then --model (PRESETS), then flags.",
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=118))
+        prog="train.py", description=__doc__,
+        epilog="In [] is what tiny and atlas have; another --size changes some (SIZES, TRAIN_SIZES), then --model (PRESETS), then flags.")
     presets = {**TRAIN_SIZES["tiny"], **SIZES["tiny"], **PRESETS[TrainConfig.model]}
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
-    add_flags(parser.add_argument_group("the network"), Config, presets, skip=("vocab_size",))     # which the tokenizer decides
+    add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
     return vars(parser.parse_args(argv))
 
 
@@ -139,7 +143,7 @@ def settings(given, ckpt=None, origin=None):
     """-> TrainConfig, Config: defaults < size < preset < flags. On resume they are the checkpoint's, and a flag that would change the
     run is refused, not ignored. With an `origin`, the checkpoint of --init, its network takes the place of size and preset, and model, size
     and tokenizer have to be its own."""
-    names = {f.name for f in fields(TrainConfig)}
+    names, known = {f.name for f in fields(TrainConfig)}, ckpt or origin
     if ckpt:
         train, config = dict(ckpt["train"]), ckpt["config"]
         for name, value in given.items():
@@ -148,8 +152,6 @@ def settings(given, ckpt=None, origin=None):
                 raise UserError(f"--resume: {flag(name)} is {old} in {ckpt['path']}, but {value} was given; drop the "
                                 "flag, or start a new run without --resume")
         train = {n: given.get(n, v) for n, v in train.items() if n in given or n not in LAUNCH}
-        if train["steps"] != ckpt["train"]["steps"] and "minutes" not in given:
-            train["minutes"] = 0.0
     else:
         train = {n: v for n, v in given.items() if n in names}
         if origin:
@@ -163,14 +165,16 @@ def settings(given, ckpt=None, origin=None):
         train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES.get(size, {}), **train}
         if "warmup" not in given:
             train["warmup"] = min(train["warmup"], train["steps"] // 10)
-        if "steps" in given and "minutes" not in given:
-            train["minutes"] = 0.0
         config = {**(origin["config"] if origin else {**SIZES[size], **PRESETS[model]}),
                   **{n: v for n, v in given.items() if n not in names}}
+    if "steps" in given and "minutes" not in given:           # who asks for steps wants them all
+        train["minutes"] = 0.0
     try:
         return TrainConfig(**train), Config(**config)
-    except (TypeError, ValueError) as fault:
-        raise UserError(f"{ckpt['path']} does not fit this version: {fault}" if ckpt else str(fault)) from None
+    except TypeError as fault:                                # a setting that this version does not have
+        raise UserError(f"{known['path']} does not fit this version: {fault}") from None
+    except ValueError as fault:
+        raise UserError(f"{fault} (what was not given is as in {known['path']})" if known else str(fault)) from None
 
 
 # ---- checkpoints
@@ -236,9 +240,10 @@ def load_checkpoint(path):
     if not isinstance(ckpt, dict) or "format" not in ckpt:
         raise UserError(f"{path} was not written by this program's train.py")
     wrong = [key for key, kind in KEYS.items() if not isinstance(ckpt.get(key), kind)]
-    if wrong or ckpt["format"] != FORMAT:
-        raise UserError(f"{path} has format {ckpt['format']}, this version reads {FORMAT}; missing or of another kind: "
-                        f"{', '.join(wrong) or 'nothing'}")
+    if ckpt["format"] != FORMAT:
+        raise UserError(f"{path} has format {ckpt['format']}, this version reads {FORMAT}; train again, or use the version that wrote it")
+    if wrong:
+        raise UserError(f"{path} lacks, or has of another type: {', '.join(wrong)}; use another checkpoint, or train again")
     return dict(ckpt, path=str(path))
 
 
@@ -271,7 +276,9 @@ def begin(config, origin):
 
 @contextmanager
 def claim(out):
-    """Writes to the folder for one run at a time, for two would save over each other. Windows, and some network disks, have no such locks."""
+    """Lets one run at a time write to the folder: two would overwrite each other's checkpoints. Windows, and some network disks, have no
+    such locks.
+    """
     try:
         import fcntl
     except ImportError:
@@ -421,7 +428,7 @@ def tune_cpu():
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):              # not glibc
         return
-    mallopt(1, 0)                                             # M_MXFAST: no small blocks put by, which a large one would clear away
+    mallopt(1, 0)                                             # M_MXFAST: no lists of small freed blocks, which large requests first merge
     mallopt(-4, 0)                                            # M_MMAP_MAX: large blocks come from the heap, too
     mallopt(-1, -1)                                           # M_TRIM_THRESHOLD: and stay there, however many
 
@@ -429,7 +436,7 @@ def tune_cpu():
 def set_threads(n):
     """torch.set_num_threads, where n is not 0."""
     if n > 1024:
-        raise UserError(f"--threads {n}: at most 1024; so many cannot be started, and more than there are cores are slower")
+        raise UserError(f"--threads {n}: at most 1024; more threads than cores are slower anyway")
     if n:
         torch.set_num_threads(n)
 
@@ -607,11 +614,10 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
     The memory starts anew in each window; with carry=True the split is read as batch_size long streams and the state passes on.
     """
     device, was_training, state = next(model.parameters()).device, model.training, None
-    n_batches = math.ceil((len(ids) - 1) / (seq_len * batch_size))
-    every = max(1, n_batches * batch_size // max_windows) if max_windows else 1
+    every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
     total, n = 0.0, 0
     model.eval()
-    for x, y in islice((streams if carry else windows)(ids, seq_len, batch_size), 0, None, every):
+    for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
         x, y = x.to(device), y.to(device)
         with autocast(device, dtype):
             logits, after = model(x, state)
@@ -640,7 +646,7 @@ def clock(seconds):
 
 
 def train(model, optimizers, run, tc, splits, device, dtype):
-    """The loop, from run["step"] to --steps, --minutes, a signal or --stop-after -> None at its end, the signal's number, or 0."""
+    """The loop, from run["step"] on -> None when --steps or --minutes are over, the number of the signal that stopped it, 0 for --stop-after."""
     out, first, earlier, began = Path(tc.out), run["step"], run["seconds"], time.perf_counter()
     log, busy, tokens = None, 0.0, 0
     with StopOnSignal() as stop:
@@ -665,7 +671,7 @@ def train(model, optimizers, run, tc, splits, device, dtype):
                 eta = (tc.steps - step) * elapsed / (step - first)
                 eta = clock(max(0.0, min(eta, 60 * tc.minutes - run["seconds"])) if tc.minutes else eta)
                 say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  val {row[2][:6] or '-':6s}  grad norm {norm:.2f}  "
-                    f"lr {float(row[4]):.2e}  {tokens / busy:,.0f} tokens/s  eta {eta}")
+                    f"lr {tc.lr * scale:.2e}  {tokens / busy:,.0f} tokens/s  eta {eta}")
                 busy, tokens = 0.0, 0
             if val is not None and val < run["best"]:         # never true of nan
                 run["best"] = val
@@ -694,17 +700,17 @@ def holds_all(config):
 def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
     """Says the mean loss of a whole split, memory reset at each window and carried (where the state holds every token, of the first LONGEST
     of each stream) -> the former, in nats a token."""
-    bytes_a_token, losses = tokenizer.bytes_a_token(ids), []
+    losses = []
     for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams")):
         part = ids
         if carry and holds_all(model.config) and len(ids) > batch_size * LONGEST + 1:
             part = ids[: batch_size * LONGEST + 1]
-            name = f"carried, the first {len(part):,}"
+            name = f"carried, first {len(part):,} tokens"
         grows = carry and model.config.mixer == "attention"   # a cache: its length is a shape of its own
         with torch.compiler.set_stance("force_eager") if grows else nullcontext():
             losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype))
         bits = losses[-1] / math.log(2)
-        say(f"  {name:27s}  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  {bits / bytes_a_token:.4f} bits/byte")
+        say(f"  {name:27s}  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  {bits / tokenizer.bytes_a_token(part):.4f} bits/byte")
     return losses[0]
 
 
@@ -791,7 +797,8 @@ def describe(tc, model, device, dtype, tokenizer, splits, used):
     say(f"model    {tc.model}, {tc.size}: {model.num_params():,} parameters")
     every = model.config.rule().muon_every
     if model.config.mixer == "memory" and tc.seq_len <= every:
-        say(f"warning: what a memory writes is read after --muon-every {every} tokens, in none of --seq-len {tc.seq_len}; lower --muon-every")
+        say(f"warning: what a memory has written is first read after --muon-every {every} tokens, so never in a sequence of --seq-len "
+            f"{tc.seq_len}; lower --muon-every")
 
 
 def launch(given):
@@ -800,8 +807,8 @@ def launch(given):
     origin = load_checkpoint(given["init"]) if given.get("init") and not ckpt else None
     tc, config = settings(given, ckpt, origin)
     if ckpt and (progress(ckpt["step"], ckpt["seconds"], tc) >= 1 or 0 < tc.stop_after <= ckpt["step"]):
-        say(f"nothing to do: {ckpt['step']} of {tc.steps} steps in {tc.out} are done, best validation loss "
-            f"{ckpt['best']:.4f}; eval.py --ckpt {shlex.quote(tc.out)} evaluates it, --steps N trains it longer")
+        say(f"nothing to do: {tc.out} has {ckpt['step']} of {tc.steps} steps; eval.py --ckpt {shlex.quote(tc.out)} evaluates it, "
+            "--steps N trains it longer")
         return 0
     device = pick_device(tc.device)
     if processes() > 1:
@@ -846,14 +853,14 @@ def launch(given):
 def main(argv=None):
     given = parse(argv)
     tune_cpu()
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")              # a sample may hold letters that the terminal has not
     return exit_code(lambda: launch(given), "stopped at once; checkpoints that were saved are intact",
                      "add --remat, or lower --batch-size (and raise --grad-accum), --seq-len, --chunk or the size of the network")
 
 
 def exit_code(task, stopped="stopped", more_memory="take less at a time"):
     """task() -> its exit code; for what a user can be told in one line, that line on stderr. Also for bench.py, eval.py and sample.py."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")              # a sample may hold letters that the terminal has not
     try:
         return task() or 0
     except BrokenPipeError:                                   # `| head` has seen enough; no second flush at exit
