@@ -322,16 +322,16 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     return flops * T / C - spared
 
 
-def rule_run(bench, rule, batch, heads, T):
+def rule_run(bench, rule, batch, H, T):
     """-> a function that does omega() forward and backward on random tokens; a head has HEAD numbers, 2 HEAD hidden.
 
     The gates are such that the memory neither fades nor grows: with numbers that are all 0 or infinite it would be another race.
     """
     def rand(*shape):
-        return torch.rand(batch, heads, T, *shape, device=bench.device)
+        return torch.rand(batch, H, T, *shape, device=bench.device)
     q, k, v = (F.normalize(rand(HEAD) - 0.5, dim=-1) for _ in range(3))
     shapes = memory.shapes(rule.memory, HEAD, 2 * HEAD, HEAD)
-    M0 = [torch.randn(heads, a, b, device=bench.device) / a**0.5 for a, b in shapes]
+    M0 = [torch.randn(H, a, b, device=bench.device) / a**0.5 for a, b in shapes]
     leaves = [q, k, v, 1 - 0.001 * rand(), rand() / rule.chunk, rand(), rand(rule.window) / rule.window, *M0]
     leaves, phi, up = [a.requires_grad_() for a in leaves], Features("none", HEAD), rand(HEAD)
 
@@ -350,7 +350,7 @@ def product(bench, dtype):
 
 
 def part_rule(bench):
-    batch, heads, T = bench.pick((1, 2, 128), (1, 4, 2048), (4, 16, 4096))
+    batch, H, T = bench.pick((1, 2, 128), (1, 4, 2048), (4, 16, 4096))
     cases = bench.pick([(64, 0), (64, 64)], [(16, 0), (64, 0), (128, 0), (256, 0), (64, 64), (64, 16)])
     gram = muon.exact_products(bench.device)
     rules = {f"chunk {c}, muon_every {m}" if m else f"chunk {c}": omega.Rule(window=8, chunk=c, muon_every=m, ns_gram=gram)
@@ -358,17 +358,17 @@ def part_rule(bench):
     mm, mm_flops = product(bench, torch.float32)
     if bench.compile:
         omega.compile_chunks()
-    runs = {"product": mm, **{name: rule_run(bench, rule, batch, heads, T) for name, rule in rules.items()}}
+    runs = {"product": mm, **{name: rule_run(bench, rule, batch, H, T) for name, rule in rules.items()}}
     times = race(runs, bench.seconds, bench.device, must=4 if bench.compile else math.inf)
     rules = {name: rule for name, rule in rules.items() if name in times}
     peak, rows = mm_flops / times["product"]["median_s"], []
     for name, rule in rules.items():
-        flops = 3 * batch * heads * rule_flops(rule, HEAD, HEAD, 2 * HEAD, T)
+        flops = 3 * batch * H * rule_flops(rule, HEAD, HEAD, 2 * HEAD, T)
         rate = flops / times[name]["median_s"]
         cell = bench.keep("rule", name, times[name], batch * T, T=T, flops=flops, flops_per_s=rate,
                           product_flops_per_s=peak)
         rows.append([name, cell, short(flops), short(rate), f"{100 * rate / peak:.0f}%"])
-    print(f"\nrule: float32, batch {batch}, {heads} heads of {HEAD}, T {T}, MLP memory of {2 * HEAD}, window 8; "
+    print(f"\nrule: float32, batch {batch}, {H} heads of {HEAD}, T {T}, MLP memory of {2 * HEAD}, window 8; "
           f"a large matrix product makes {short(peak)}FLOP/s")
     table("rule: omega() alone, forward + backward", ["", "tokens/s", "FLOP", "FLOP/s", "of product"], rows)
 

@@ -340,7 +340,7 @@ def by_chunk(a):
 
 
 class Overlapping(torch.autograd.Function):
-    """Stretches of n tokens, one begins every `length` tokens: (B, H, T, D) -> (B, H, N, n, D). unfold, whose own gradient is slow."""
+    """Stretches of n tokens, one begins every `length` tokens: (B, H, T, D) -> (B, H, count, n, D). unfold, whose own gradient is slow."""
 
     @staticmethod
     def forward(ctx, a, length, n):
@@ -349,11 +349,11 @@ class Overlapping(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        (B, H, N, n, D), parts = g.shape, g.split(ctx.length, 3)             # part i belongs to the i-th stretch of `length` from here on
-        da = g.new_zeros(B, H, N + len(parts) - 1, ctx.length, D)
+        (B, H, count, n, D), parts = g.shape, g.split(ctx.length, 3)             # part i belongs to the i-th stretch of `length` from here on
+        da = g.new_zeros(B, H, count + len(parts) - 1, ctx.length, D)
         for i, part in enumerate(parts):
-            da[:, :, i: i + N, : part.shape[3]] += part
-        return da.flatten(2, 3)[:, :, : (N - 1) * ctx.length + n], None, None
+            da[:, :, i: i + count, : part.shape[3]] += part
+        return da.flatten(2, 3)[:, :, : (count - 1) * ctx.length + n], None, None
 
 
 COMPILED = [(sys.modules[__name__], "mixing")] + [(chunks, name) for name in (
@@ -390,9 +390,9 @@ def write_keys(rule, state, q, k, ks):
     keys = torch.cat([state.keys, k], 2)
     grow = lambda W: tuple(F.pad(w, (0, 0, 0, k.shape[2])) if i < chunks.firsts(rule) else w for i, w in enumerate(W))
     state = state._replace(M0=grow(state.M0), W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), keys=keys)
-    n = q.shape[-1] + keys.shape[2]
+    width = q.shape[-1] + keys.shape[2]
     hot = torch.eye(ks.shape[2], dtype=q.dtype, device=q.device)
-    hot = F.pad(hot, (n - ks.shape[2], 0))                    # the last columns belong to the last keys; missing ones write nothing
+    hot = F.pad(hot, (width - ks.shape[2], 0))                    # the last columns belong to the last keys; missing ones write nothing
     return state, kernel_rows(q, keys), kernel_rows(ks, keys), hot.expand(*k.shape[:2], *hot.shape)
 
 

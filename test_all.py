@@ -1588,32 +1588,36 @@ def test_compiled_on_a_gpu_is_eager(preset, monkeypatch):
         close(a, b, 1e-8)
 
 
-def test_bad_configurations():
+@pytest.mark.parametrize("preset, more, says", [
+    ("altas", {}, "atlas"), ("atlas", dict(windw=3), "windw"), ("atlas", dict(window=0), "window"), ("atlas", dict(muon_every=0), "1 .*--no-muon"),
+    ("atlas", dict(chunk=2**31), "chunk"), ("atlas", dict(memory="cubic"), "gated"), ("atlas", dict(n_head=3, n_embd=16, head_dim=0), "n-head"),
+    ("atlas", dict(head_dim=-4), "head-dim"), ("swa", dict(head_dim=7), "even"), ("atlas", dict(dropout=math.nan), "dropout"),
+    ("atlas", dict(dropout=1.0), "dropout"), ("atlas", dict(max_norm=math.inf), "max-norm"), ("atlas", dict(max_step=-1.0), "max-step"),
+    ("atlas", dict(memory_branch=False), "no-memory-branch"), ("omeganet", dict(features="sketch", degree=3), "degree 2, not 3"),
+    ("atlas", dict(wiring="mag", attn_window=0), "--attn-window"), ("atlas", dict(features="exp"), "--no-muon"),
+    ("omeganet", dict(degree=30), "--degree 30 .* million"), ("swa", dict(wiring="mag"), "memory"), ("atlas", dict(window="8"), "--window .* int"),
+    ("atlas", dict(n_layer=2.0), "--n-layer .* int, not 2.0"), ("atlas", dict(muon="no"), "bool"), ("atlas", dict(max_norm=None), "--max-norm .* float")])
+def test_bad_configurations(preset, more, says):
     """Each mistake is one clear line that names the flag or the choices."""
-    for call, word in [(lambda: models.build("altas"), "atlas"), (lambda: models.build("atlas", windw=3), "windw"),
-                       (lambda: models.build("atlas", window=0), "window"),
-                       (lambda: models.build("atlas", muon_every=0), "1 .*--no-muon"), (lambda: models.build("atlas", chunk=2**31), "chunk"),
-                       (lambda: models.build("atlas", memory="cubic"), "gated"),
-                       (lambda: models.build("atlas", n_head=3, n_embd=16, head_dim=0), "n-head"),
-                       (lambda: models.build("atlas", head_dim=-4), "head-dim"), (lambda: models.build("swa", head_dim=7), "even"),
-                       (lambda: models.build("atlas", dropout=math.nan), "dropout"), (lambda: models.build("atlas", dropout=1.0), "dropout"),
-                       (lambda: models.build("atlas", max_norm=math.inf), "max-norm"), (lambda: models.build("atlas", max_step=-1.0), "max-step"),
-                       (lambda: models.build("atlas", memory_branch=False), "no-memory-branch"),
-                       (lambda: models.configure("omeganet", features="sketch", degree=3), "degree 2, not 3"),
-                       (lambda: models.configure("atlas", wiring="mag", attn_window=0), "--attn-window"),
-                       (lambda: models.configure("atlas", features="exp"), "--no-muon"),
-                       (lambda: models.configure("omeganet", degree=30), "--degree 30 .* million"),
-                       (lambda: next(small("atlas").generate(torch.zeros(1, 1, dtype=torch.long), 1, temperature=-1.0)), "at least 0"),
-                       (lambda: next(small("atlas").generate(torch.zeros(1, 1, dtype=torch.long), 1, top_k=-1)), "at least 0"),
-                       (lambda: memory.apply("cubic", [x := torch.ones(1, 1)] * 3, x, x), "gated"),
-                       (lambda: models.build("swa", wiring="mag"), "memory"), (lambda: models.build("atlas", window="8"), "--window .* int"),
-                       (lambda: models.build("atlas", n_layer=2.0), "--n-layer .* int, not 2.0"), (lambda: models.build("atlas", muon="no"), "bool"),
-                       (lambda: models.build("atlas", max_norm=None), "--max-norm .* float")]:
-        with pytest.raises(ValueError, match=word) as caught:
-            call()
-        assert "\n" not in str(caught.value)
-    assert models.Config(max_norm=3, dropout=0).max_norm == 3        # a whole number does for a float
-    assert models.configure("transformer", n_embd=4096, n_head=1).head_dim == 4096                # attention has no features
+    with pytest.raises(ValueError, match=says) as caught:
+        models.configure(preset, **more)
+    assert "\n" not in str(caught.value)
+
+
+def test_odd_but_right_configurations():
+    """A whole number does for a float; attention has no features, so no heads too large for them."""
+    assert models.Config(max_norm=3, dropout=0).max_norm == 3
+    assert models.configure("transformer", n_embd=4096, n_head=1).head_dim == 4096
+
+
+def test_bad_arguments():
+    """A traceback from somewhere inside, or an answer."""
+    prompt, x = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
+    for how in (dict(temperature=-1.0), dict(top_k=-1)):
+        with pytest.raises(ValueError, match="at least 0"):
+            next(small("atlas").generate(prompt, 1, **how))
+    with pytest.raises(ValueError, match="gated"):
+        memory.apply("cubic", [x] * 3, x, x)
 
 
 @pytest.mark.parametrize("more", [{}, dict(wiring="mag"), dict(wiring="mal"), dict(wiring="mac")], ids=str)
@@ -4486,7 +4490,7 @@ MUTANTS = [
     ("layers used apart move the seed", "models.py", "with torch.random.fork_rng([device] if cuda else []):", "if True:",
      "test_a_model_draws_what_it_always_drew"),
     ("a field of any type", "models.py", "(int, float) if f.type is float else f.type):", "object):", "test_bad_configurations"),
-    ("no whole number for a float", "models.py", "(int, float) if f.type is float else f.type):", "f.type):", "test_bad_configurations"),
+    ("no whole number for a float", "models.py", "(int, float) if f.type is float else f.type):", "f.type):", "test_odd_but_right_configurations"),
     ("an empty prompt", "models.py", "if not tokens.numel():", "if False:", "test_tokens_of_a_wrong_shape"),
     ("tokens without a batch", "models.py", "if tokens.dim() != 2:", "if False:", "test_tokens_of_a_wrong_shape"),
     ("a memory of no sequences", "models.py", "        if not len(x):\n", "        if False:\n", "test_tokens_of_a_wrong_shape[omeganet]"),
