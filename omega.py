@@ -392,7 +392,7 @@ def write_keys(rule, state, q, k, ks):
     state = state._replace(M0=grow(state.M0), W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), keys=keys)
     width = q.shape[-1] + keys.shape[2]
     hot = torch.eye(ks.shape[2], dtype=q.dtype, device=q.device)
-    hot = F.pad(hot, (width - ks.shape[2], 0))                    # the last columns belong to the last keys; missing ones write nothing
+    hot = F.pad(hot, (width - ks.shape[2], 0))                # the last columns belong to the last keys; missing ones write nothing
     return state, kernel_rows(q, keys), kernel_rows(ks, keys), hot.expand(*k.shape[:2], *hot.shape)
 
 
