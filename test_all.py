@@ -4365,7 +4365,7 @@ MUTANTS = [
     ("gradient of the convolution: what was in memory for the tokens before it", "models.py", "dx[:, :n] = 0", "dx[:, :n] = 1", "test_convolution"),
     ("gradient of the convolution: taps a token late", "models.py", "(dz * seen[:, j: j + dz.shape[1]])", "(dz * seen[:, : dz.shape[1]])",
      "test_convolution"),
-    ("gradient of a pair in two chunks: from one", "omega.py", "da[:, :, i: i + count, : part", "da[:, :, : N, : part",
+    ("gradient of a pair in two chunks: from one", "omega.py", "da[:, :, i: i + count, : part", "da[:, :, : count, : part",
      "test_omega_is_omega_ref[omeganet]"),
     ("windows drawn with repetition", "data.py", "random.permutation(count)", "random.integers(count, size=count)",
      "test_an_epoch_has_every_window_once"),
