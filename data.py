@@ -538,7 +538,7 @@ def batch(ids, seed, step, batch_size, seq_len):
 def windows(ids, seq_len, batch_size, every=1):
     """Yield x, y (<= B, T) int64 that cover ids once: every token but the first is a target exactly once, N - 1 in all.
     Windows do not overlap; what is left over, shorter than T, comes last as a batch of one. Weight means by y.numel().
-    every > 1: each `every`-th window alone, and nothing that is left over.
+    every > 1: only each `every`-th window, and nothing that is left over.
     """
     whole = (len(ids) - 1) // seq_len * seq_len
     starts = range(0, whole, every * seq_len)
