@@ -225,9 +225,9 @@ class Unit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(1e-12)
-        y = x / norm
-        ctx.save_for_backward(y, norm)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        y = x / norm.clamp_min(1e-12)
+        ctx.save_for_backward(y, norm.masked_fill_(norm < 1e-12, torch.inf))     # zero, as of padding, has no direction and no gradient
         return y
 
     @staticmethod
@@ -248,6 +248,14 @@ def init_apart(layer):
         seed = int(torch.randint(2**31, (), device=device if cuda else "cpu"))   # else the program's next numbers would be these once more
         torch.cuda.manual_seed(seed) if cuda else torch.default_generator.manual_seed(seed)
         layer.init()
+
+
+def check_batch(x, held):
+    """ValueError if x is not (B, T, n_embd), or `held`, a tensor of the state, is of another number of sequences."""
+    if x.dim() != 3:
+        raise ValueError(f"a layer reads (batch, tokens, n_embd), not {tuple(x.shape)}; for one sequence: x[None]")
+    if held is not None and len(held) != len(x):
+        raise ValueError(f"the state is of {len(held)} sequences, the batch of {len(x)}")
 
 
 class MemoryState(NamedTuple):
@@ -321,6 +329,7 @@ class Memory(nn.Module):
 
     def forward(self, x, state=None):
         """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState."""
+        check_batch(x, state and state.conv)
         state = state or self.start(x)
         qkv, tail = self.short_conv(self.qkv(x), state.conv)
         q, k, v = (at_least_float32(self.heads(a)) for a in qkv.chunk(3, -1))
@@ -382,6 +391,7 @@ class Attention(nn.Module):
 
     def forward(self, x, state=None, prefix=None):
         """(B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState."""
+        check_batch(x, state and state.k)
         T, w = x.shape[1], self.config.attn_window
         q, k, v = self.project(x)
         pos = state.pos if state else 0
@@ -458,6 +468,7 @@ class Wiring(nn.Module):
 
     def forward(self, x, state=None):
         """(B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState."""
+        check_batch(x, state and (state.memory.conv if state.memory else state.attention and state.attention.k))
         return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()))
 
     def remember(self, x, state):
@@ -603,7 +614,9 @@ class LM(nn.Module):
         return self.head(self.norm(x)), tuple(states)
 
     def loss(self, tokens, targets):
-        """Mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count."""
+        """Mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count. ValueError for other shapes."""
+        if targets.shape != tokens.shape:
+            raise ValueError(f"targets {tuple(targets.shape)} are not of the shape of tokens {tuple(tokens.shape)}")
         logits, _ = self(tokens)
         return F.cross_entropy(at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=-100)
 
@@ -632,7 +645,7 @@ class LM(nn.Module):
             raise ValueError("a prompt has at least one token; to begin with nothing, give that of a newline, or any other")
         for _ in range(max_new_tokens):
             with torch.inference_mode():                      # a fifth faster than no_grad
-                for piece in tokens.split(1024, 1):           # a long prompt would have the logits of all its tokens at once
+                for piece in tokens.split(1024, -1):          # a long prompt would have the logits of all its tokens at once
                     logits, state = self(piece, state)
                 token = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
                 tokens = token[:, None]
@@ -643,7 +656,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """One token for each row of logits (B, V): temperature, then the top_k most likely, then the fewest of total mass top_p."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits, order = (logits / temperature).sort(descending=True)
+    logits, order = (logits / max(temperature, 1e-30)).sort(descending=True)     # finite
     if top_k:
         logits[:, top_k:] = -torch.inf
     probs, top_p = logits.softmax(-1), max(top_p, 1e-9)       # the likeliest always stays
@@ -670,7 +683,8 @@ def build(preset="atlas", **overrides):
 
 
 def detach(state):
-    """The state cut off from the autograd graph of the tokens that made it, for streaming and for training on segments.
+    """The state, or a list or dict of states, cut off from the autograd graph of the tokens that made it, for streaming and for training on
+    segments.
 
     A parameter that it refers to (M0) stays that parameter: an optimizer's step moves it for the state as well, and it goes on learning.
     """
@@ -681,13 +695,34 @@ def detach(state):
     if isinstance(state, tuple):
         parts = [detach(s) for s in state]
         return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    if isinstance(state, list):
+        return [detach(s) for s in state]
+    if isinstance(state, dict):
+        return {name: detach(s) for name, s in state.items()}
     return state
 
 
-def load_state(file):
-    """A state that torch.save has written -> the state, on the CPU; nothing in the file is run."""
+def select(state, rows):
+    """The state of some sequences of a batch: rows is a slice, or a list or tensor of row numbers, each as often as you like.
+
+    select(state, [0] * 5) is for five prompts after one text, select(state, best) for a beam search.
+    """
+    if isinstance(state, torch.Tensor):
+        return state[rows]
+    if isinstance(state, omega.State) and state.M0:           # (H, ..): one for all sequences
+        return select(state._replace(M0=()), rows)._replace(M0=state.M0)
+    if isinstance(state, tuple):
+        parts = [select(s, rows) for s in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+    return state
+
+
+def load_state(file, device="cpu"):
+    """A state that torch.save has written -> the state; nothing in the file is run. Its M0 is a copy, as it was when it was saved: what follows
+    teaches the model's own M0 nothing.
+    """
     with torch.serialization.safe_globals([omega.State, MemoryState, AttentionState, WiringState]):
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location=device, weights_only=True)
 
 
 def properties(config):

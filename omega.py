@@ -101,7 +101,7 @@ class State(NamedTuple):
     v: torch.Tensor
     keys: torch.Tensor | None                                 # (B, H, t, D) all keys so far, for `exp` features only
     pos: int                                                  # tokens since the chunk boundary, t mod chunk
-    zero: bool = False                                        # W (counted from M0) and S are still zero: products with them are skipped
+    zero: bool = False                                        # W (counted from M0) and S are zero, and are not looked at; False with your own
 
 
 def start(rule, phi, M0, batch, momentum=True):
@@ -116,7 +116,13 @@ def start(rule, phi, M0, batch, momentum=True):
 
 def total(state):
     """The weights the memory computes with now."""
-    return tuple(a + b for a, b in zip(state.M0, state.W)) if state.M0 else state.W
+    M0 = grown(state.M0, [w.shape[-2] for w in state.W])
+    return tuple(a + b for a, b in zip(M0, state.W)) if M0 else state.W
+
+
+def grown(W, rows):
+    """Matrices with as many rows as given, the new ones zero: with `exp` features the first have one for every key (write_keys)."""
+    return tuple(F.pad(w, (0, 0, 0, n - w.shape[-2])) if n > w.shape[-2] else w for w, n in zip(W, rows))
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -125,7 +131,7 @@ def total(state):
 def omega_ref(rule, phi, q, k, v, gates, state):
     """The rule of the module docstring, token by token; the gradient is autograd of the printed loss.
 
-    q, k, v (B, H, T, D), gates and state as in their classes -> y (B, H, T, D), state. Slow: for reading and for tests.
+    q, k, v (B, H, T >= 1, D), gates and state as in their classes -> y (B, H, T, D), state. Slow: for reading and for tests.
     ValueError for `exp` features, of which no phi(x) can be written out.
     """
     pos, n = state.pos, state.k.shape[2]
@@ -293,10 +299,13 @@ def muon_mixing(gates, m, pos):
 def omega(rule, phi, q, k, v, gates, state):
     """The rule of the module docstring, chunk-parallel; arguments and returns of `omega_ref`, any length, any state.
 
-    ValueError for `exp` features with Newton-Schulz: the memory is known by its coefficients alone, the weights it would see are infinite.
+    ValueError for `exp` features with Newton-Schulz: the memory is known by its coefficients alone, the weights it would see are infinite;
+    and for a state and gates of which one has momentum.
     """
     if phi.kind == "exp" and rule.muon_every:
         raise ValueError("exp features have no finite weights for Newton-Schulz; take muon_every = 0")
+    if bool(state.S) != (gates.momentum is not None):
+        raise ValueError(f"a state {'with' if state.S else 'without'} momentum does not go with gates {'without' if state.S else 'with'} it")
     T, idle = q.shape[2], -(rule.window - 1) % 8              # idle pairs, of weight 0, in front: products with a multiple of 8
     w = rule.window + idle                                    # columns are faster (a chunk by 3 - 7 %)
     missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
@@ -306,7 +315,7 @@ def omega(rule, phi, q, k, v, gates, state):
         gates = gates._replace(gate=gates.gate * (i >= missing))
     ks, vs = (torch.cat([F.pad(a, (0, 0, missing, 0)), b], 2) for a, b in ((state.k, k), (state.v, v)))
     state = state._replace(k=tail(ks, max(T + idle, missing), T), v=tail(vs, max(T + idle, missing), T))
-    targets, xw = memory.target(rule.memory, rule.loss, ks, vs), None
+    targets, xw, M0 = memory.target(rule.memory, rule.loss, ks, vs), None, state.M0
     if phi.kind == "exp":
         state, xq, xk, xw = write_keys(rule, state, q, k, ks)
 
@@ -324,7 +333,7 @@ def omega(rule, phi, q, k, v, gates, state):
         z = z.unflatten(1, (len(q), -1)).movedim(0, 2).flatten(2, 3)                              # (B, H, T, D)
         ys.append(memory.output(rule.memory, z, q[:, :, now], rule.norm))
         t = now.stop
-    return torch.cat(ys, 2) if ys else torch.zeros_like(v), state
+    return torch.cat(ys, 2) if ys else torch.zeros_like(v), state._replace(M0=M0)                # the parameters, not what has grown
 
 
 def tail(a, first, T):
@@ -388,9 +397,9 @@ def write_keys(rule, state, q, k, ks):
     multiplies by [r, exp(r . k_1), exp(r . k_2), ..] (Eq 23), writing token i adds to its row alone: x_i^T d_i with a one-hot x_i.
     """
     keys = torch.cat([state.keys, k], 2)
-    grow = lambda W: tuple(F.pad(w, (0, 0, 0, k.shape[2])) if i < chunks.firsts(rule) else w for i, w in enumerate(W))
-    state = state._replace(M0=grow(state.M0), W=grow(state.W), S=grow(state.S), anchor=grow(state.anchor), keys=keys)
-    width = q.shape[-1] + keys.shape[2]
+    width, (*_, last) = q.shape[-1] + keys.shape[2], state.W
+    rows = [width] * chunks.firsts(rule) + [last.shape[-2]]
+    state = state._replace(keys=keys, **{name: grown(getattr(state, name), rows) for name in ("M0", "W", "S", "anchor")})
     hot = torch.eye(ks.shape[2], dtype=q.dtype, device=q.device)
     hot = F.pad(hot, (width - ks.shape[2], 0))                # the last columns belong to the last keys; missing ones write nothing
     return state, kernel_rows(q, keys), kernel_rows(ks, keys), hot.expand(*k.shape[:2], *hot.shape)

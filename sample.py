@@ -72,8 +72,7 @@ def speak(args):
     model.to(device)
     ids = encode_prompt(tokenizer, prompt)
     print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
-    how = dict(top_k=args.top_k, top_p=args.top_p, generator=torch.Generator(device).manual_seed(args.seed),
-               temperature=args.temperature if args.temperature > 1e-4 else 0)     # below, the logits overflow
+    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=torch.Generator(device).manual_seed(args.seed))
     for i in range(args.num):
         if i:
             print("---------------", flush=True)
