@@ -123,7 +123,8 @@ def _pieces(name, size=2**24):
         raise UserError(f"{name} is named like a token file; --data takes their folder, with train and val in the names of those in it: "
                         f"--data {shlex.quote(os.path.dirname(name) or '.')}")
     if os.path.isdir(name):
-        paths = sorted((p for p in Path(name).rglob("*.txt") if p.is_file()), key=lambda p: p.as_posix())
+        paths = [Path(root, file) for root, _, files in os.walk(name, onerror=_refuse) for file in files if file.endswith(".txt")]
+        paths = sorted((p for p in paths if p.is_file()), key=lambda p: p.as_posix())
         if not paths:
             raise UserError(f"the folder {name} holds no .txt file; --data takes a text file, a folder of .txt files, or one of "
                             "token files with train and val in their names, as train.bin and val.bin")
@@ -135,6 +136,10 @@ def _pieces(name, size=2**24):
             while data := b"".join(file.readlines(size)):
                 yield _decode(data, path, offset)
                 offset += len(data)
+
+
+def _refuse(error):
+    raise UserError(f"cannot read {error.filename}: {error.strerror}; check the path and its permissions")
 
 
 def _open(path):
@@ -168,7 +173,7 @@ def _shakespeare(path):
             data = file.read()
         if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
             raise UserError(f"{path} is not tiny Shakespeare (wrong sha256); delete it to have it downloaded again, "
-                            f"or train on it as it is with --data {path}")
+                            f"or train on it as it is with --data {shlex.quote(str(path))}")
         return _decode(data, path), "shakespeare"
     try:
         data = _download()
@@ -239,7 +244,7 @@ class Tokenizer:
         if kind == "gpt2" and (tokens[-1] != END or not set(EVERY_BYTE).issubset(tokens)):
             raise ValueError("a gpt2 table holds every byte and ends with <|endoftext|>")
         self.kind, self.tokens, self.vocab_size = kind, tokens, len(tokens)
-        self.lengths = np.array([len(t) for t in tokens])
+        self.lengths = np.array([len(t) * (kind != "gpt2" or t != END) for t in tokens])      # of text: END stands between texts
         self.bpe = None                                 # bpe, gpt2: tiktoken's encoder, made when first asked to encode
         if kind == "char":
             codes = np.array([ord(t.decode("utf-8")) for t in tokens])
@@ -255,7 +260,13 @@ class Tokenizer:
             if self.bpe is None:
                 ranks = {token: rank for rank, token in enumerate(self.tokens) if token != END}
                 self.bpe = _tiktoken().Encoding(self.kind, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
-            return np.array(self.bpe.encode_ordinary(text), dtype=np.int64)
+            try:
+                return np.array(self.bpe.encode_ordinary(text), dtype=np.int64)
+            except BaseException as error:              # a panic of its regular expressions, which is no Exception
+                if type(error).__name__ != "PanicException":
+                    raise
+                raise UserError("tiktoken cannot encode the text, perhaps for a million spaces or line ends in a row; take some out, "
+                                "or use --tokenizer byte") from None
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
         ids = self.lookup[np.minimum(codes, len(self.lookup) - 1)]
         if (ids < 0).any():

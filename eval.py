@@ -36,7 +36,10 @@ def position_loss(model, ids, length, batch_size, n_windows):
     """Mean nats at each position, over about n_windows evenly spaced windows -> (length,), number of windows."""
     device, whole = next(model.parameters()).device, (len(ids) - 1) // length
     total, n = torch.zeros(length, dtype=torch.float64), 0
-    for x, y in data.windows(ids[: whole * length + 1], length, batch_size, max(1, whole // n_windows)):
+    every = max(1, whole // n_windows)
+    if every == 1:                              # what is left over is no whole window
+        ids = ids[: whole * length + 1]
+    for x, y in data.windows(ids, length, batch_size, every):
         total += F.cross_entropy(model(x.to(device))[0].mT.float(), y.to(device), reduction="none").sum(0).cpu()
         n += len(x)
     return total / n, n
@@ -100,9 +103,11 @@ def pieces(ids, n, length=1024):
 def stream(model, ids, n):
     """n tokens through one state -> 0, or 1 if a number is not finite or memory grows, in a model whose state has a size of its own."""
     device, state, seen, total, marks, base = next(model.parameters()).device, None, 0, 0.0, 0, None
+    c = model.config                            # a state's size depends on the place in a chunk, and in a segment of mac
+    period = math.lcm(c.chunk, c.attn_window if c.wiring == "mac" else 1)
     say(f"\na stream of {n:,} tokens\n     tokens  nats/token  tokens/s  resident MiB  state bytes")
     began = time.perf_counter()
-    for x, y in pieces(ids, n):
+    for x, y in pieces(ids, n, -(-1024 // period) * period):
         logits, state = model(x.to(device), state)
         loss = F.cross_entropy(logits[0].float(), y[0].to(device), reduction="sum").item()
         total, seen = total + loss, seen + y.numel()
@@ -198,8 +203,8 @@ def parse(argv=None):
     add("--stream", type=at_least(int, 0), default=50_000, metavar="N", help="tokens of the endless stream; 0: none [50000]")
     add = parser.add_argument_group("--task mqar").add_argument
     add("--model", default="atlas", choices=tuple(models.PRESETS), help="[atlas]")
-    add("--pairs", type=int, nargs="+", default=[4], metavar="N", help="numbers of pairs [4]")
-    add("--vocab", type=int, default=16, metavar="N", help="tokens: half of them keys, half values [16]")
+    add("--pairs", type=at_least(int, 1), nargs="+", default=[4], metavar="N", help="numbers of pairs [4]")
+    add("--vocab", type=at_least(int, 4), default=16, metavar="N", help="tokens: half of them keys, half values [16]")
     add("--seq-len", type=int, default=24, metavar="N", help="tokens a sequence [24]")
     add("--steps", type=at_least(int, 1), default=300, metavar="N", help="training steps [300]")
     add("--lr", type=float, default=1e-2, metavar="X", help="peak learning rate of AdamW [0.01]")

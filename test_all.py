@@ -2269,6 +2269,32 @@ def test_token_files_are_the_text(tmp_path, monkeypatch, kind):
     assert not any((tmp_path / "new").iterdir())              # nothing half done is left
 
 
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    """A corpus without one of its parts, and no word about it."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "a.txt").write_text("some text")
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("in"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path)
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert "Permission denied" in (said := user_error(data.load_text, tmp_path)) and str(tmp_path / "in") in said
+
+
+def test_the_end_of_a_text_is_no_text(monkeypatch):
+    """Bits a byte of GPT-2's token files, which have an <|endoftext|> between any two documents, counted with its 13 letters."""
+    fake_gpt2(monkeypatch)
+    tokenizer = data.make_tokenizer("gpt2", "")
+    assert tokenizer.bytes_in(np.array([257, 258, 97])) == 4 and tokenizer.decode([258]) == "<|endoftext|>"
+
+
+def test_a_text_that_tiktoken_cannot_encode(capfd):
+    """Its panic is no Exception: a traceback, after a million spaces in a row."""
+    assert "--tokenizer byte" in user_error(data.make_tokenizer("bpe", "a b").encode, " " * 1_000_000)
+
+
 def test_several_token_files_are_one(tmp_path):
     """nanoGPT's files and llm.c's, in the order of their names; every slice, also of the border between two."""
     token_file(tmp_path / "x_train_2.bin", [7, 8, 9])
@@ -2675,6 +2701,7 @@ def test_a_run_prints_and_logs_what_it_did(text, tmp_path, capsys):
         assert part in said, part
     assert [r[0] for r in rows(tmp_path / "out", "step")] == ["1", "3", "4", "6", "8"]
     assert [bool(r[0]) for r in rows(tmp_path / "out", "val")] == [False, False, True, False, True]
+    assert [f"{float(r[0]):.4f}" for r in rows(tmp_path / "out", "val") if r[0]] == re.findall(r"  val (\d\S+)", said)         # rounded, not cut
     assert min(float(r[0]) for r in rows(tmp_path / "out", "val") if r[0]) == pytest.approx(ckpt["best"], abs=1e-6)
     assert ckpt["data"]["used"] == str(text) and ckpt["preset"] == "atlas" and ckpt["step"] == 8
 
@@ -3004,7 +3031,8 @@ def test_a_run_that_begins_with_the_weights_of_another(text, tmp_path, capsys):
     assert train.main(["--resume", "--out", str(tmp_path / "second"), "--device", "cpu"]) == 0             # and knows its --init
     capsys.readouterr()
     for flags, named in ((["--n-embd", 32], "--n-embd"), (["--model", "atlas"], "--model is omeganet"), (["--tokenizer", "char"], "--tokenizer"),
-                         (["--bpe-size", 300], "--bpe-size"), (["--size", "baby"], "--size"), (["--init", "nowhere"], "nowhere")):
+                         (["--bpe-size", 300], "--bpe-size"), (["--size", "baby"], "--size"), (["--init", "nowhere"], "nowhere"),
+                         (["--tie"], "drop --tie")):          # of the same shapes: one matrix would overwrite the other
         assert named in refused(capsys, train.main, *run, "--steps", 1, *flags)
     assert "--init" in refused(capsys, train.main, "--resume", "--out", tmp_path / "second", "--init", "elsewhere")
 
@@ -3136,6 +3164,18 @@ def test_two_processes_train_like_one(text, tmp_path, capsys):
     one, two = rows(tmp_path / "one", "step", "loss", "val", "grad_norm"), rows(tmp_path / "two", "step", "loss", "val", "grad_norm")
     for a, b in zip(one, two, strict=True):
         assert [float(x or 0) for x in a] == pytest.approx([float(x or 0) for x in b], rel=1e-4)
+
+
+def test_the_other_processes_have_dropout_of_their_own(tmp_path, monkeypatch):
+    """The same masks in each step, or after --resume others than a run that was not stopped has had."""
+    seeds, tc = [], train.TrainConfig(steps=4, warmup=0, eval_every=4, out=str(tmp_path))
+    monkeypatch.setattr(train, "rank", lambda: 1)
+    monkeypatch.setattr(train, "train_step", lambda *_: seeds.append(torch.initial_seed()) or (1.0, 1.0))
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: 1.0)
+    for first in (0, 2):
+        run = dict(step=first, best=math.inf, seconds=0.0)
+        train.train(torch.nn.Linear(1, 1), [], run, tc, (None, None), CPU, torch.float32)
+    assert len(set(seeds[:4])) == 4 and tc.seed not in seeds and seeds[4:] == seeds[2:4]
 
 
 def test_windows_too_short_to_read_what_was_written(text, tmp_path, capsys):
@@ -3387,6 +3427,28 @@ def test_no_more_threads_than_a_container_may_run(files, cpus, tmp_path, monkeyp
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     train.tune_cpu()
     assert threads == ([cpus] if cpus < 3 else [])
+
+
+def test_peak_memory_is_of_this_program(monkeypatch):
+    """On Linux getrusage also tells of the one that started it, if that was larger."""
+    def mebibytes():
+        return float(train.peak_memory(CPU).removesuffix(" MiB").replace(",", ""))
+    first, real = mebibytes(), Path.read_text
+    assert first == pytest.approx(eval.resident() / 2**20, rel=0.9) and mebibytes() >= first
+    monkeypatch.setattr(Path, "read_text", lambda path, *how: "VmHWM:\t  2048 kB\n" if str(path) == "/proc/self/status" else real(path, *how))
+    assert mebibytes() == 2
+
+    def no_proc(*_):
+        raise FileNotFoundError
+    monkeypatch.setattr(Path, "read_text", no_proc)
+    assert mebibytes() > 2
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_the_gpu_script_makes_its_folder(tmp_path):
+    """An hour on a GPU whose logs go nowhere."""
+    done = subprocess.run(["bash", HERE / "results" / "gpu.sh", "-o", tmp_path / "new" / "logs", "none"], capture_output=True, text=True, cwd=HERE)
+    assert "no part none" in (tmp_path / "new" / "logs" / "gpu-none.log").read_text() and not done.stderr
 
 
 def test_matmul_is_what_torch_multiplies_with(text, tmp_path, capsys):
@@ -3840,7 +3902,8 @@ def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
     """A part that does not run at all, or leaves no record."""
     monkeypatch.setitem(sys.modules, "titans_pytorch", None)            # not installed
     file = tmp_path / "b.json"
-    assert bench.main(["--quick", "--model", "transformer", "--model", "titans", "--device", "cpu", "--json", str(file)]) == 0
+    names = ["transformer", "titans", "linear"]               # each of them, however little time there is
+    assert bench.main(["--quick", *(f"--model={name}" for name in names), "--device", "cpu", "--json", str(file)]) == 0
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
     assert json.loads(file.read_text()) == result
@@ -3852,6 +3915,8 @@ def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
     layer = {(r["name"], r["T"], r["what"]) for r in result["records"] if r["part"] == "layer"}
     assert {("titans", 64, "both"), ("titans", 64, "forward"), ("transformer", 32, "both"), ("WORK", 64, "both"), ("chunk 16", 64, "both"),
             ("omega_ref, token by token", 8, "both")} <= layer
+    assert {(part, name) for part in ("step", "decode") for name in names} <= {(r["part"], r["name"]) for r in result["records"]}
+    assert all(("bytes" in r) == (r["what"] == "both") for r in result["records"] if (r["part"], r["name"]) == ("layer", "titans"))
 
 
 def test_single_tokens_are_not_compiled(monkeypatch):
@@ -3881,6 +3946,18 @@ def test_plot_without_matplotlib_is_refused_before_the_work(capsys, monkeypatch)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(bench, "PARTS", dict(layer=(None, 1)))
     assert "pip install matplotlib" in refused(capsys, bench.main, "--plot", "--device", "cpu")
+
+
+def test_a_picture_that_cannot_be_written_loses_no_figure(capsys, monkeypatch):
+    """Minutes of measuring, for a folder without permission."""
+    def plot(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setitem(sys.modules, "matplotlib", argparse.Namespace())
+    monkeypatch.setattr(bench, "plot", plot)
+    monkeypatch.setattr(bench, "PARTS", dict(layer=(lambda b: b.records.append(7), 1)))
+    assert bench.main(["--plot", "--device", "cpu"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["records"] == [7] and "Permission denied" in said.err
 
 
 def test_plot_draws_a_line_for_each_contestant(tmp_path, monkeypatch):
@@ -3943,6 +4020,14 @@ def test_stream_tells_growth_and_nan(capsys):
     assert "FAILED: the loss is nan after 1,024 tokens" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("more", [dict(chunk=40), dict(chunk=96), dict(chunk=8, wiring="mac", attn_window=100)], ids=str)
+def test_a_stream_is_looked_at_where_its_state_is_of_one_size(more, capsys):
+    """Within a chunk, and a segment of mac, a state holds more: `memory grows`, said of a model that is well."""
+    model = models.build("omeganet", **dict(dict(vocab_size=5, n_layer=1, n_embd=8, n_head=1, head_dim=4, attn_window=8), **more))
+    assert eval.stream(model, torch.arange(50) % 5, 12_000) == 0
+    assert "state +0.0%" in capsys.readouterr().out
+
+
 def test_position_loss_is_the_mean_loss_seen_by_position():
     """Catches positions mixed up, or windows counted twice: a model that is sure from position 3 on."""
     def logits(x):
@@ -3952,6 +4037,12 @@ def test_position_loss_is_the_mean_loss_seen_by_position():
     assert eval.buckets(16) == [(0, 16)] and eval.buckets(64)[-1] == (32, 64)                     # none from 16 to 16
     assert n == 10 and torch.allclose(at, torch.tensor([math.log(5)] * 3 + [0.0] * 5, dtype=torch.float64), atol=1e-6)
     assert eval.position_loss(Stub(logits), torch.arange(81) % 5, 8, 3, n_windows=5)[1] == 5
+
+    class Files(list):                                        # a slice of token files is read into memory
+        def __getitem__(self, span):
+            assert span.stop - span.start <= 9
+            return super().__getitem__(span)
+    assert eval.position_loss(Stub(logits), Files([0, 1, 2, 3, 4] * 16), 8, 3, n_windows=4)[1] == 5
     edges = eval.buckets(100)
     assert edges == [(0, 16), (16, 32), (32, 64), (64, 100)] and eval.buckets(10) == [(0, 10)]
 
@@ -4021,7 +4112,7 @@ def test_resident_memory_of_any_system(monkeypatch):
     (["--task", "mqar", "--window", "0"], "--window"), (["--task", "mqar", "--pairs", "40"], "pairs"),
     (["--task", "mqar", "--model", "gpt"], "transformer"), (["--stream", "-5"], "--stream"), (["--lr", "1"], "--lr"),
     (["--task", "mqar", "--stream", "5"], "--stream"), (["--task", "mqar", "--batch-size", "0"], "--batch-size"),
-    (["--task", "mqar", "--seed", str(10**13)], "--seed"), (["--threads", str(10**11)], "--threads"),
+    (["--task", "mqar", "--vocab", "-5"], "--vocab:"), (["--task", "mqar", "--seed", str(10**13)], "--seed"), (["--threads", str(10**11)], "--threads"),
     (["--model", "atlas"], "--model"), (["--task", "mqar", "--ckpt", "out"], "--ckpt")])          # the defaults, but given
 def test_eval_mistakes_are_one_line(argv, names, capsys):
     """A traceback, or a flag that is ignored without a word."""
@@ -4623,6 +4714,15 @@ MUTANTS = [
     ("a zero vector's gradient", "models.py", "norm.masked_fill_(norm < 1e-12, torch.inf)", "norm.clamp_min(1e-12)", "test_unit_vectors"),
     ("S_0 for W_0", "omega.py", "if bool(state.S) != (gates.momentum is not None):", "if False:", "test_bad_arguments"),
     ("logits over next to nothing", "models.py", "max(temperature, 1e-30)", "temperature", "test_sample_probabilities"),
+    ("dropout of the other processes begins again", "train.py", "tc.seed + rank() + step * processes()", "tc.seed + rank() + (step - first)",
+     "test_the_other_processes_have_dropout_of_their_own"),
+    ("a stream looked at within a chunk", "eval.py", "-(-1024 // period) * period", "1024",
+     "test_a_stream_is_looked_at_where_its_state_is_of_one_size"),
+    ("a tied matrix from two", "train.py", 'if config.tie != origin["config"].get("tie", False):', "if False:",
+     "test_a_run_that_begins_with_the_weights_of_another"),
+    ("bits a byte: <|endoftext|> is 13", "data.py", 'len(t) * (kind != "gpt2" or t != END)', "len(t)", "test_the_end_of_a_text_is_no_text"),
+    ("a folder left out", "data.py", "os.walk(name, onerror=_refuse)", "os.walk(name)", "test_a_folder_that_cannot_be_read_is_not_left_out"),
+    ("--quick leaves models out", "bench.py", "must=math.inf if bench.quick else 3", "must=2", "test_bench_prints_tables_and_json"),
     ("evaluation at half speed", "eval.py", '    train.set_matmul("auto", device, torch.float32)\n', "",
      "test_matmul_by_itself"),
     ("denormals stay", "train.py", "set_flush_denormal(True)", "set_flush_denormal(False)", "test_denormals_are_flushed"),

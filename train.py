@@ -215,7 +215,7 @@ def load_checkpoint(path):
     if path.is_dir():
         path = next((path / name for name in ("best.pt", "ckpt.pt") if (path / name).exists()), path)
         if path.is_dir():
-            raise UserError(f"no best.pt or ckpt.pt in the folder {path}; python train.py --out {path} makes them")
+            raise UserError(f"no best.pt or ckpt.pt in the folder {path}; python train.py --out {shlex.quote(str(path))} makes them")
     try:
         with open(path, "rb") as f:
             head = f.read(2)
@@ -265,6 +265,8 @@ def begin(config, origin):
     """A new model; with an `origin`, the checkpoint of --init, it has its weights."""
     model = LM(config)
     if origin:
+        if config.tie != origin["config"].get("tie", False):  # of the same names and shapes, but one matrix would overwrite the other
+            raise UserError(f"--init: tie is {not config.tie} in {origin['path']}; drop --{'no-' * (not config.tie)}tie")
         try:
             model.load_state_dict(origin["model"])
         except RuntimeError:
@@ -284,7 +286,7 @@ def claim(out):
     except ImportError:
         yield
         return
-    folder = os.open(out, os.O_RDONLY)                        # its lock ends with the process, however that ends
+    folder = os.open(Path(out), os.O_RDONLY)                        # its lock ends with the process, however that ends
     try:
         with suppress(OSError):
             try:
@@ -453,6 +455,9 @@ def cpu_quota(root="/sys/fs/cgroup"):
 def peak_memory(device):
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB on the GPU"
+    with suppress(OSError, StopIteration):                    # Linux, where getrusage would also tell of the program that started this one
+        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return f"{int(peak.split()[1]) / 2**10:,.0f} MiB"
     try:
         from resource import RUSAGE_SELF, getrusage           # not on Windows
     except ImportError:
@@ -653,6 +658,8 @@ def train(model, optimizers, run, tc, splits, device, dtype):
         for step in count(first + 1):
             tick = time.perf_counter()
             scale = lr_scale(step - 1, tc, earlier + tick - began)
+            if rank():                                        # dropout of its own, and after --resume the same: the checkpoint is the first one's
+                torch.manual_seed(tc.seed + rank() + step * processes())
             loss, norm = train_step(model, optimizers, tc, splits[0], step - 1, scale, device, dtype)
             busy, tokens = busy + time.perf_counter() - tick, tokens + tc.batch_size * tc.grad_accum * tc.seq_len
             if log is None:                                   # only now that a step has worked are older files touched
@@ -670,7 +677,7 @@ def train(model, optimizers, run, tc, splits, device, dtype):
                 log.write(",".join(map(str, row)) + "\n")
                 eta = (tc.steps - step) * elapsed / (step - first)
                 eta = clock(max(0.0, min(eta, 60 * tc.minutes - run["seconds"])) if tc.minutes else eta)
-                say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  val {row[2][:6] or '-':6s}  grad norm {norm:.2f}  "
+                say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  val {'-' if val is None else f'{val:.4f}':6s}  grad norm {norm:.2f}  "
                     f"lr {tc.lr * scale:.2e}  {tokens / busy:,.0f} tokens/s  eta {eta}")
                 busy, tokens = 0.0, 0
             if val is not None and val < run["best"]:         # never true of nan
@@ -681,7 +688,8 @@ def train(model, optimizers, run, tc, splits, device, dtype):
             if val is not None or stopping:
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
             if stopping:
-                say(f"stopped after step {step}, peak memory {peak_memory(device)}; to go on: python train.py --resume --out {shlex.quote(tc.out)}")
+                go_on = "eval.py --ckpt" if over >= 1 else "train.py --resume --out"
+                say(f"stopped after step {step}, peak memory {peak_memory(device)}; to go on: python {go_on} {shlex.quote(tc.out)}")
                 return stop.signal
             if over >= 1:
                 if step < tc.steps:
@@ -701,7 +709,7 @@ def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
     """Says the mean loss of a whole split, memory reset at each window and carried (where the state holds every token, of the first LONGEST
     of each stream) -> the former, in nats a token."""
     losses = []
-    for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams")):
+    for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {min(batch_size, len(ids) - 1)} streams")):
         part = ids
         if carry and holds_all(model.config) and len(ids) > batch_size * LONGEST + 1:
             part = ids[: batch_size * LONGEST + 1]
@@ -835,8 +843,6 @@ def launch(given):
         if device.type == "cuda" and ckpt["rng"]["cuda"] is not None:
             torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
         say(f"resuming after step {run['step']}")
-    if rank():
-        torch.manual_seed(tc.seed + rank())                   # of its own dropout
     if tc.compile:
         x, y = batch(splits[0], tc.seed, 0, tc.batch_size, tc.seq_len)
         compile_model(model, x.to(device), y.to(device), dtype)
