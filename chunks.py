@@ -371,6 +371,8 @@ def muon_learn(how, part, M0, fast, anchor):
     if closes and rule.ball:
         balls = [ball_factors(rule, w, t, 1) for w, t in zip(W, tall)]
         W = [w * ball for w, ball in zip(W, balls)]
+    if torch.compiler.is_compiling():                         # inductor may lay them otherwise than the next chunk's graph expects
+        W = [w.contiguous() for w in W]
     O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every and not closes else []
     return held, Fast(W, S, sums, O), (*saved, *seen, *S, *balls, *ns)
 
@@ -461,6 +463,8 @@ def stretches(parts, weights, alone):
     (count, N, n, _), device = parts.v.shape, parts.v.device
     numbers, first = N * n * max(w.shape[-1] for w in weights), int(alone)
     size = max(1, AT_ONCE.get(device.type, AT_ONCE["cpu"]) // numbers)
+    if Chunks.compiled:                                       # of one size, if that is not much smaller: each is a shape to compile
+        size = next((s for s in range(min(size, count - first), size // 2, -1) if (count - first) % s == 0), size)
     return [slice(0, 1)] * first + [slice(j, min(j + size, count)) for j in range(first, count, size)]
 
 
@@ -522,7 +526,7 @@ class Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, forward, backward, how, sizes, *tensors):
         kept = []
-        parts, *groups, _ = grouped(tensors, sizes)
+        parts, *groups, _ = grouped([a if a is None else a.detach() for a in tensors], sizes)
         with below_autograd():
             y, after = forward(how, Part(*parts), *groups, kept=kept)
         ctx.gradient, ctx.how, ctx.sizes, ctx.lengths = backward, how, sizes, [len(one) for one in kept]
@@ -893,9 +897,11 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
             saved.append(first)
             learned.append(MuonLearned(S, seen, balls, ns))
             S = last
-    zeros = [h.new_zeros(parts.v.shape[1], *h.shape[-2:]) for h in read[0][:k]]
     after = grouped(dafter, (k, k if momentum else 0, k if rule.muon_every > 1 else 0))
-    dfast = Fast(*([z if d is None else d for z, d in zip(zeros, ds)] for ds in after))
+    # zeros of their own that lie as what muon_learn_backward returns: else its first call would be compiled apart
+    zeros = lambda h, *inner: h.new_zeros(parts.v.shape[1], *inner, *h.shape[-2:])[(slice(None), *(0 for _ in inner))]
+    inner = read[-1][0].shape[1:3], (), read[-1][0].shape[1:2], ()
+    dfast = Fast(*([zeros(h, *i) if d is None else d for h, d in zip(read[-1], ds)] for ds, i in zip(after, inner)))
     dM0, starts = [None] * len(M0), repeated(M0, longest(cuts), parts.coef.shape[2])
     ones, onegrads = parts.split(), grads.split()
     for now, one in reversed(list(zip(cuts, read))):

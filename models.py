@@ -220,6 +220,12 @@ class ShortConv(torch.autograd.Function):
         return dx[:, :n].to(before.dtype), dx[:, n:].to(x.dtype), dtaps
 
 
+def convolved(before, x, taps):
+    """ShortConv for torch.compile, which makes one kernel of these lines, and few of their gradient."""
+    seen, T = torch.cat([before, x], 1).to(taps.dtype), x.shape[1]
+    return F.silu(sum(taps[j] * seen[:, j: j + T] for j in range(len(taps))))
+
+
 class Unit(torch.autograd.Function):
     """F.normalize over the last dimension, with the gradient (g - y (y . g)) / |x|: half of the passes that autograd makes."""
 
@@ -318,7 +324,8 @@ class Memory(nn.Module):
         if self.conv is None:
             return F.silu(x), tail
         seen = x if x.shape[1] >= tail.shape[1] else torch.cat([tail, x], 1)
-        return ShortConv.apply(tail, x, self.conv), seen[:, -tail.shape[1]:].to(tail.dtype, copy=x.shape[1] > 1)     # as omega.tail
+        conv = convolved if torch.compiler.is_compiling() else ShortConv.apply
+        return conv(tail, x, self.conv), seen[:, -tail.shape[1]:].to(tail.dtype, copy=x.shape[1] > 1)             # as omega.tail
 
     def start(self, x):
         """The state before the first token, for a batch of len(x) sequences. ValueError for none."""
@@ -331,12 +338,16 @@ class Memory(nn.Module):
         """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState."""
         check_batch(x, state and state.conv)
         state = state or self.start(x)
-        qkv, tail = self.short_conv(self.qkv(x), state.conv)
-        q, k, v = (at_least_float32(self.heads(a)) for a in qkv.chunk(3, -1))
-        q, k = unit(q), unit(k)                                                                  # choice 8
+        q, k, v, tail = self.rows(self.qkv(x), state.conv)
         with torch.autocast(x.device.type, enabled=False):    # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
             y, inner = omega.omega(self.config.rule(), self.phi, q, k, v, self.make_gates(x), state.rule)
         return self.finish(x, y), MemoryState(inner, tail)
+
+    def rows(self, qkv, before):
+        """What is projected (B, T, 3 H D) -> q, k of unit length (choice 8), v (B, H, T, D); the last inputs of the convolution."""
+        qkv, tail = self.short_conv(qkv, before)
+        q, k, v = (at_least_float32(self.heads(a)) for a in qkv.chunk(3, -1))
+        return unit(q), unit(k), v, tail
 
     def finish(self, x, y):
         """Norm of each head, output gate, projection: y (B, H, T, D) -> (B, T, n_embd)."""
@@ -351,6 +362,9 @@ class Memory(nn.Module):
             rule = self.config.rule()
             y = memory.apply(rule.memory, W, rows, q, rule.norm)
         return self.finish(x, y)
+
+
+omega.COMPILED += [(Memory, "rows"), (Features, "forward")]    # passes over all tokens, which are worth a kernel
 
 
 class AttentionState(NamedTuple):

@@ -35,6 +35,31 @@ def monomial_table(dim, degree):
     return torch.tensor(degrees), torch.tensor([math.factorial(n) / r for n, r in zip(degrees, repeats)])
 
 
+class Pairs(torch.autograd.Function):
+    """Monomials of degree 2 for torch.compile, as gathers: a product is of two rows of x, a row of dx a sum of n products."""
+
+    @staticmethod
+    def forward(ctx, x, scale, degrees, root):
+        i, j = torch.triu_indices(x.shape[-2], x.shape[-2], device=x.device)
+        ctx.save_for_backward(x, scale, degrees, root)
+        return x[..., i, :] * x[..., j, :] * (scale[degrees] * root)[:, None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        x, scale, degrees, root = ctx.saved_tensors
+        n = x.shape[-2]
+        i, j = torch.triu_indices(n, n, device=x.device)
+        a = torch.arange(n, device=x.device)
+        low, high = torch.minimum(a[:, None], a), torch.maximum(a[:, None], a)
+        place = low * (2 * n - 1 - low) // 2 + high           # (n, n): where the product of two rows lies
+        twice = torch.eye(n, dtype=x.dtype, device=x.device) + 1
+        weight = (scale[degrees] * root)[place] * twice
+        dx = (g[..., place, :] * (weight[..., None] * x[..., None, :, :])).sum(-2)
+        sums = (g * x[..., i, :] * x[..., j, :]).transpose(0, -2).flatten(1).sum(-1) * root
+        return dx, torch.zeros_like(scale).index_add(0, degrees, sums), None, None
+
+
 class Monomials(torch.autograd.Function):
     """All products of p factors out of (1, x), each once, times scale[its degree] * root: (..., n, T) -> (..., E, T), n = 1 + D.
 
@@ -134,7 +159,10 @@ class Features(nn.Module):
         if self.kind == "sketch":
             return torch.cat([s[0].expand(*x.shape[:-1], 1), s[1] * x, s[2] * (x @ self.sketch[0]) * (x @ self.sketch[1])], -1)
         x = nn.functional.pad(x.mT, (0, 0, 1, 0), value=1.0)
-        return Monomials.apply(x, s, self.degrees, self.multinomial.sqrt(), self.degree).mT
+        how = s, self.degrees, self.multinomial.sqrt()
+        if self.degree == 2 and torch.compiler.is_compiling():
+            return Pairs.apply(x, *how).mT
+        return Monomials.apply(x, *how, self.degree).mT
 
     def inner(self, x, y):
         """phi(x) phi(y)^T: (..., n, D), (..., m, D) -> (..., n, m); a kernel is cheaper by E / D."""

@@ -52,7 +52,7 @@ import train
 from memory import LOSSES, MEMORIES
 from muon import COEFFICIENTS, newton_schulz, newton_schulz_ref
 from omega import Gates, Rule, State, omega, omega_ref, start, total
-from poly import Features, features_dim
+from poly import Features, Pairs, features_dim
 
 
 CPU = torch.device("cpu")
@@ -596,6 +596,7 @@ WRITTEN_OUT = {                                               # every autograd.F
     "Unit": models.unit,
     "ShortConv": lambda x: models.ShortConv.apply(x[0, :, :2], x[0], x[0, 0, :3]),
     "Monomials": lambda x: Features("monomial", 3, 3).double()(x),
+    "Pairs": lambda x: Pairs.apply(x, torch.ones(3).double(), torch.zeros(15, dtype=torch.long), torch.ones(15).double()),
     "NewtonSchulz": newton_schulz,
     "Recurrence": lambda x: omega_module.Recurrence.apply(x[..., 0].sigmoid(), x)[0],
     "Chunks": lambda x: omega(Rule("linear", "l2", 1, 2), Features("none", 3), x, x, x, Gates(*[x[..., 0].sigmoid()] * 3, x[..., :1]),
@@ -1553,6 +1554,33 @@ def test_chunk_steps_compile_whole(preset, monkeypatch):
     for a, b in zip(compiled, plain, strict=True):
         close(a, b)
     assert min(limits) >= 1000
+
+
+def test_what_compiles_only_in_parts_is_still_right(monkeypatch):
+    """Monomials of degree 3, whose products are written where dynamo does not follow."""
+    plain_again(monkeypatch)
+    model, x = shaken(small("omeganet", n_layer=1, degree=3, head_dim=4)), torch.randint(11, (2, 8))
+    eager = forth_and_back(model, x)
+    omega_module.compile_chunks(backend="aot_eager")
+    for a, b in zip(forth_and_back(model, x), eager, strict=True):
+        close(a, b)
+
+
+def test_compiled_stretches_are_of_one_size(monkeypatch):
+    """Fifteen chunks as 6, 6 and 3 are three shapes to compile, some seconds each, with the first."""
+    monkeypatch.setitem(chunks.AT_ONCE, "cpu", 6 * 2 * 4 * 5)
+    sizes = lambda count, alone: [s.stop - s.start for s in chunks.stretches(argparse.Namespace(v=torch.empty(count, 2, 4, 3)), [torch.empty(1, 5)], alone)]
+    assert sizes(16, True) == [1, 6, 6, 3] and sizes(4, False) == [4]
+    monkeypatch.setattr(chunks.Chunks, "compiled", True)
+    assert sizes(16, True) == [1, 5, 5, 5] and sizes(4, False) == [4] and sizes(13, False) == [6, 6, 1] and sizes(1, True) == [1]
+
+
+def test_ragged_windows_are_not_compiled(monkeypatch):
+    """A graph for each length that comes once: more than training has."""
+    stances = []
+    monkeypatch.setattr(torch.compiler, "set_stance", lambda stance: stances.append(stance) or nullcontext())
+    train.evaluate(tiny_model("linear"), torch.zeros(16 * 5 + 9, dtype=torch.long), 16, 2)
+    assert stances == ["force_eager"] * 2                     # of (2, 16), (2, 16), (1, 16), (1, 8)
 
 
 @pytest.mark.parametrize("preset", ["transformer", "swa"])
@@ -4723,6 +4751,13 @@ MUTANTS = [
     ("bits a byte: <|endoftext|> is 13", "data.py", 'len(t) * (kind != "gpt2" or t != END)', "len(t)", "test_the_end_of_a_text_is_no_text"),
     ("a folder left out", "data.py", "os.walk(name, onerror=_refuse)", "os.walk(name)", "test_a_folder_that_cannot_be_read_is_not_left_out"),
     ("--quick leaves models out", "bench.py", "must=math.inf if bench.quick else 3", "must=2", "test_bench_prints_tables_and_json"),
+    ("monomials for torch.compile: squares once", "poly.py", "torch.eye(n, dtype=x.dtype, device=x.device) + 1", "torch.ones(n, n, dtype=x.dtype)",
+     "test_chunk_steps_compile_whole[omeganet]"),
+    ("the convolution for torch.compile: taps the wrong way", "models.py", "taps[j] * seen[:, j: j + T]", "taps[-1 - j] * seen[:, j: j + T]",
+     "test_chunk_steps_compile_whole[omeganet]"),
+    ("compiled stretches of any size", "chunks.py", "    if Chunks.compiled:                                       # of one", "    if False:  # of one",
+     "test_compiled_stretches_are_of_one_size"),
+    ("ragged windows are compiled", "train.py", "nullcontext() if whole else", "nullcontext() if True else", "test_ragged_windows_are_not_compiled"),
     ("evaluation at half speed", "eval.py", '    train.set_matmul("auto", device, torch.float32)\n', "",
      "test_matmul_by_itself"),
     ("denormals stay", "train.py", "set_flush_denormal(True)", "set_flush_denormal(False)", "test_denormals_are_flushed"),

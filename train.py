@@ -467,7 +467,7 @@ def peak_memory(device):
 
 def out_of_memory(fault):
     """Of torch on a CPU or a GPU, or of a compiler that tries its kernels on one."""
-    told = isinstance(fault, RuntimeError) and any(words in str(fault) for words in ("allocate memory", "out of memory"))
+    told = isinstance(fault, RuntimeError) and any(words in str(fault) for words in ("allocate memory", "out of memory", "ALLOC_FAILED"))
     return told or isinstance(fault, (MemoryError, torch.OutOfMemoryError))
 
 
@@ -579,11 +579,11 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
 
     If one is not finite, no weight has changed.
     """
-    x, y = batch(ids, tc.seed, step, tc.batch_size * tc.grad_accum, tc.seq_len)
+    x, y = (a.to(device) for a in batch(ids, tc.seed, step, tc.batch_size * tc.grad_accum, tc.seq_len))        # at once, for each copy waits
     loss, parts = 0.0, list(zip(x.split(tc.batch_size), y.split(tc.batch_size)))
     for part_x, part_y in parts[rank()::processes()]:
         with autocast(device, dtype):
-            part = model.loss(part_x.to(device), part_y.to(device)) / tc.grad_accum
+            part = model.loss(part_x, part_y) / tc.grad_accum
         part.backward()
         loss += part.detach()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -623,8 +623,9 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
     total, n = 0.0, 0
     model.eval()
     for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
-        x, y = x.to(device), y.to(device)
-        with autocast(device, dtype):
+        x, y, whole = x.to(device), y.to(device), x.shape == (batch_size, seq_len)
+        # windows that are left over, and last pieces, are few and of shapes of their own: not worth a compiled one
+        with autocast(device, dtype), nullcontext() if whole else torch.compiler.set_stance("force_eager"):
             logits, after = model(x, state)
         total += F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum").item()
         n += y.numel()

@@ -8,7 +8,7 @@ out=results
 if [ "${1:-}" = -o ]; then out=$2; shift 2; fi
 mkdir -p "$out" || exit
 device=${DEVICE:-cuda} size=${SIZE:-340m} steps=${STEPS:-20} long=${LONG:-16384}
-export PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1 PYTORCH_ALLOC_CONF=expandable_segments:True
 work=$(mktemp -d -p /dev/shm 2>/dev/null || mktemp -d)        # a checkpoint of 340m is 4 GiB, which no one reads
 trap 'rm -rf "$work"' EXIT
 
