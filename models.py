@@ -635,7 +635,8 @@ class LM(nn.Module):
         return F.cross_entropy(at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=-100)
 
     def compile_memory(self, **options):
-        """Regional torch.compile: the chunk step of the memory, for the whole process, and each SwiGLU; of a transformer, each block.
+        """Regional torch.compile: the chunk steps of the memory and what it does with all tokens at once (omega.COMPILED), for the whole
+        process, and each SwiGLU; of a transformer, each block.
 
         Eager is the CPU's default.
         """

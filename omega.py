@@ -371,7 +371,8 @@ COMPILED = [(sys.modules[__name__], "mixing")] + [(chunks, name) for name in (
 
 
 def compile_chunks(**options):
-    """torch.compile the loop's body once for all chunks and layers: compiling the loop itself would unroll it, and take minutes.
+    """torch.compile the loop's body once for all chunks and layers, as all of COMPILED: compiling the loop itself would unroll it, and take
+    minutes.
 
     Every shape by itself: they are few, and inductor (torch 2.13) gets the strides of some gradients wrong that are to fit all lengths.
     """
