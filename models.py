@@ -378,7 +378,8 @@ def rope(x, pos):
     half, exact = x.shape[-1] // 2, torch.float32 if x.device.type == "mps" else torch.float64   # a stream's angles outgrow float32
     freq = 10000.0 ** (-torch.arange(half, device=x.device, dtype=exact) / half)
     angle = torch.arange(pos, pos + x.shape[2], device=x.device, dtype=exact)[:, None] * freq
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    angle = angle.remainder(2 * math.pi).to(x.dtype)          # before cos and sin, which a GPU may compute anew for every head
+    cos, sin = angle.cos(), angle.sin()
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
