@@ -5,7 +5,7 @@
     python train.py --data my.txt --window 1 --no-muon   your own text; nearly every field of models.Config is a flag
     python train.py --resume                             go on exactly where OUT/ckpt.pt stopped (--steps: to train longer)
     python train.py --init out --data my.txt --out tuned a new run that begins with the weights of another
-    torchrun --nproc-per-node 8 train.py --size 340m --data tokens --tokenizer gpt2
+    torchrun --nproc-per-node 8 train.py --size 340m --remat --data tokens --tokenizer gpt2
                                                          on 8 GPUs, which share the --grad-accum passes of a step
 
 OUT/ckpt.pt is the last state, OUT/best.pt the one with the best validation loss, OUT/log.csv has one row a logged step.
