@@ -898,9 +898,9 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
             learned.append(MuonLearned(S, seen, balls, ns))
             S = last
     after = grouped(dafter, (k, k if momentum else 0, k if rule.muon_every > 1 else 0))
-    # zeros of their own that lie as what muon_learn_backward returns: else its first call would be compiled apart
+    # compiled, they lie as what muon_learn_backward returns, slices of larger tensors: else its first call would be a graph of its own
     zeros = lambda h, *inner: h.new_zeros(parts.v.shape[1], *inner, *h.shape[-2:])[(slice(None), *(0 for _ in inner))]
-    inner = read[-1][0].shape[1:3], (), read[-1][0].shape[1:2], ()
+    inner = (read[-1][0].shape[1:3], (), read[-1][0].shape[1:2], ()) if Chunks.compiled else [()] * 4
     dfast = Fast(*([zeros(h, *i) if d is None else d for h, d in zip(read[-1], ds)] for ds, i in zip(after, inner)))
     dM0, starts = [None] * len(M0), repeated(M0, longest(cuts), parts.coef.shape[2])
     ones, onegrads = parts.split(), grads.split()

@@ -36,7 +36,10 @@ def monomial_table(dim, degree):
 
 
 class Pairs(torch.autograd.Function):
-    """Monomials of degree 2 for torch.compile, as gathers: a product is of two rows of x, a row of dx a sum of n products."""
+    """Monomials of degree 2 for torch.compile, as gathers: x_i x_j scale[its degree] root for i <= j, (..., n, T) -> (..., E, T), n = 1 + D.
+
+    In the gradient a row of dx is a sum of n products: g of (i, j) times x_j, and twice that of x_i^2.
+    """
 
     @staticmethod
     def forward(ctx, x, scale, degrees, root):

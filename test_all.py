@@ -1838,7 +1838,7 @@ def test_starting_values_by_hand(tie):
 
 
 def test_starting_values_of_memories():
-    """A key of length 1 makes hidden units of length about 1, whatever the features."""
+    """Hidden units, as a vector, are about as long as phi(k), whatever the memory."""
     for preset in ("atlas", "atlas++"):
         layer = models.build(preset, n_layer=1, n_head=4, expansion=4).blocks[0].mixer
         for W in layer.M0:
