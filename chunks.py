@@ -361,7 +361,7 @@ def muon_learn(how, part, M0, fast, anchor):
         sums = [s[:, -1] for s in rows]
     new, ns = seen, []
     if seen[0].shape[1]:
-        new, ns = orthogonalize(seen, *rule.newton_schulz, rule.ns_gram)
+        new, ns = orthogonalize(seen, *rule.newton_schulz(), rule.ns_gram)
     if O:
         new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
     if not W and new[0].shape[1] > 1:
@@ -493,8 +493,8 @@ def separate(tree, count):
         return [None] * count
     if isinstance(tree, torch.Tensor):
         return tree.chunk(count)
-    make = type(tree)._make if hasattr(tree, "_fields") else tuple
-    return [make(one) for one in zip(*(separate(a, count) for a in tree))] if tree else [()] * count
+    each = zip(*(separate(a, count) for a in tree)) if tree else [()] * count
+    return [type(tree)(*one) for one in each] if hasattr(tree, "_fields") else [tuple(one) for one in each]
 
 
 def advance(rule, state, W, S, length, O=(), sums=()):
@@ -825,7 +825,7 @@ def muon_learn_backward(how, part, learned, again, held, dheld, dfast):
     if new[0].shape[1] > count:                               # the first block had an O
         dO, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     if count:
-        new = orthogonalize_backward(seen, ns, new, *rule.newton_schulz, rule.ns_gram)
+        new = orthogonalize_backward(seen, ns, new, *rule.newton_schulz(), rule.ns_gram)
     if rule.muon_every > 1 and not dO:                        # else NS of the sums before it
         dbefore, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     drows = [torch.cat(ds, 1) for ds in zip(new, *([d[:, None] for d in ds] for ds in (dsums, dS) if ds))]

@@ -64,7 +64,6 @@ class Rule(NamedTuple):
     ball: float = 0.0                                         # largest norm of a matrix of W at a chunk boundary; 0: none  (choice 22)
     ns_gram: bool = True                                      # Newton-Schulz on Gram matrices, where that pays and products are exact
 
-    @property
     def newton_schulz(self):
         """The arguments of Newton-Schulz."""
         return self.ns_steps, self.ns_coefficients, self.straight_through, self.ns_dtype
@@ -147,7 +146,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             return memory.apply(rule.memory, W, x, r, rule.norm)
 
         def NS(S):
-            return newton_schulz_ref(S, *rule.newton_schulz)
+            return newton_schulz_ref(S, *rule.newton_schulz())
 
         ys = []
         for t in range(len(q)):

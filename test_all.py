@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -2655,6 +2656,13 @@ def test_wrong_flags_are_refused(argv, word, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_torch_that_is_too_old(monkeypatch):
+    """What pip left from another project: without the line a traceback of a module that has no attribute."""
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(SystemExit, match=f"^torch {re.escape(torch.__version__)} is too old.*pip install"):
+        runpy.run_path(str(HERE / "train.py"))
+
+
 @pytest.mark.parametrize("name", ["cuda", "mps"])
 def test_device_that_is_not_there(name, capsys, trained, tmp_path, monkeypatch):
     """torch's own words for it are an AssertionError with a traceback."""
@@ -3188,7 +3196,8 @@ def test_two_processes_train_like_one(text, tmp_path, capsys):
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(2)]
     (said, wrong), (quiet, more) = [p.communicate(timeout=300) for p in both]
     assert [p.returncode for p in both] == [0, 0], wrong + more
-    assert "2 processes" in said and "done: atlas" in said and not quiet
+    assert "2 processes" in said and "done: atlas" in said
+    assert not [line for line in quiet.splitlines() if not line.startswith("[Gloo]")]             # torch 2.10 tells of connections
     one, two = rows(tmp_path / "one", "step", "loss", "val", "grad_norm"), rows(tmp_path / "two", "step", "loss", "val", "grad_norm")
     for a, b in zip(one, two, strict=True):
         assert [float(x or 0) for x in a] == pytest.approx([float(x or 0) for x in b], rel=1e-4)
@@ -4330,7 +4339,7 @@ MUTANTS = [
     ("reference: gates in reverse", "omega.py", "in zip(weights, pairs))", "in zip(weights.flip(0), pairs))", "test_swla_by_brute_force"),
     ("reference: nothing is forgotten", "omega.py", "keep[t] * w -", "w -", "test_retention"),
     ("reference: momentum of the next token", "omega.py", "tuple(momentum[t] * s + d", "tuple(momentum[t - 1] * s + d", "test_titans"),
-    ("reference: no Newton-Schulz", "omega.py", "return newton_schulz_ref(S, *rule.newton_schulz)", "return S", "test_atlas_linear"),
+    ("reference: no Newton-Schulz", "omega.py", "return newton_schulz_ref(S, *rule.newton_schulz())", "return S", "test_atlas_linear"),
     ("reference: NS overwrites the momentum", "omega.py", "O = tuple(map(NS, S)) if", "S = O = tuple(map(NS, S)) if", "test_atlas_linear"),
     ("reference: NS of every m-th S alone", "omega.py", "sums = tuple(a + s for a, s in zip(sums, S)) if sums else S", "sums = S",
      "test_newton_schulz_sees_every_token"),
@@ -4760,6 +4769,7 @@ MUTANTS = [
     ("ragged windows are compiled", "train.py", "nullcontext() if whole else", "nullcontext() if True else", "test_ragged_windows_are_not_compiled"),
     ("evaluation at half speed", "eval.py", '    train.set_matmul("auto", device, torch.float32)\n', "",
      "test_matmul_by_itself"),
+    ("an old torch is not noticed", "train.py", 'if not hasattr(torch.optim, "Muon"):', "if False:", "test_a_torch_that_is_too_old"),
     ("denormals stay", "train.py", "set_flush_denormal(True)", "set_flush_denormal(False)", "test_denormals_are_flushed"),
     ("detach detaches nothing", "models.py", "else state.detach()", "else state", "test_detach"),
 ]

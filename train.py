@@ -37,6 +37,9 @@ from data import KINDS, Parser, UserError, batch, make_tokenizer, read, streams,
 from models import LIMIT, LM, PRESETS, SIZES, Config, check, detach, flag, opt
 from muon import exact_products, newton_schulz
 
+if not hasattr(torch.optim, "Muon"):                          # begun in torch 2.9
+    sys.exit(f"torch {torch.__version__} is too old; to have a newer one: pip install -r requirements.txt")
+
 
 # ---- settings and flags
 
