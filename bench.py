@@ -199,10 +199,10 @@ def layer_runs(bench, layer, batch, T, width, name=""):
     return {(name, "forward"): torch.no_grad()(forward), (name, "both"): both}
 
 
-def slow(run):
-    """The same run with the token-by-token definition in the place of the chunk form."""
+def slow(run, rule):
+    """The same run with `rule` in the place of omega.omega: the token-by-token definition, or the formulas of the chunk form."""
     def reference():
-        fast, omega.omega = omega.omega, omega.omega_ref
+        fast, omega.omega = omega.omega, rule
         try:
             run()
         finally:
@@ -256,12 +256,18 @@ def part_layer(bench):
 
 
 def definition(bench, width):
-    """The definition against the chunk form, on a short sequence: nothing else has the patience."""
-    T = bench.pick(8, 64)
-    fast = layer_runs(bench, layer(bench, **heads(width), **WORK), 1, T, width)["", "both"]
-    times = race({"omega_ref, token by token": slow(fast), "omega, chunk-parallel": fast}, 0, bench.device)
-    table(f"layer: definition and chunk form, forward + backward (batch 1, T {T}, width {width})", ["", "tokens/s"],
-          [[name, bench.keep("layer", name, t, T, T=T, what="both")] for name, t in times.items()])
+    """What reads as the paper against what is fast: the definition, on a short sequence, and the formulas of the chunk form."""
+    rows, run = [], layer(bench, **heads(width), **WORK)
+    for name, rule, T in (("omega_ref, token by token", omega.omega_ref, bench.pick(8, 64)),
+                          ("omega_chunk, formulas", omega.omega_chunk, bench.pick(64, 1024))):
+        fast = layer_runs(bench, run, 1, T, width)["", "both"]
+        runs = {name: slow(fast, rule), "omega, fast": fast}
+        times = race(runs, 0, bench.device)
+        for name, t in times.items():
+            peak = peak_bytes(runs[name], bench.device)
+            rows.append([name, T, bench.keep("layer", name, t, T, T=T, what="both", bytes=peak), MiB(peak)])
+    table(f"layer: what reads as the paper, and omega; forward + backward (batch 1, width {width})",
+          ["", "T", "tokens/s", "extra memory, MiB"], rows)
 
 
 def sweeps(bench, width):

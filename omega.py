@@ -12,7 +12,7 @@ chunk = 1 is the sequential rule (Eq 15), chunk > 1 is what the paper trains (Eq
 at the anchor, including the window tokens from before the chunk. muon_every = m > 1 takes NS once for each block of
 m tokens of a chunk, of the sum of the S_t of the block before it; m = 1 is the paper (Eq 40), of its own S_t (choice 15).
 
-`omega_ref` is this text, token by token, with gradients by autograd. `omega` is the same function as a handful of matrix
+`omega_ref` is this text, token by token, with gradients by autograd. `omega_chunk` is the same function as a handful of matrix
 products a chunk: at a fixed anchor a token's gradient is x^T d, so
 
     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i        P = -A diag(step) Theta Gate,  u = -A diag(step) momprod
@@ -32,7 +32,8 @@ keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and onc
          token 2  k2 s1 g[1,0]  k2 s1 g[1,1] + s2 g[2,1] s2 g[2,2]                0
          token 3  k3 k2 ..      k3 (the one above)       k3 s2 g[2,2] + s3 g[3,2] s3 g[3,3]
 
-Here is all that depends on the gates alone (`mixing`), and the way from tokens to chunks and back; chunks.py computes the products.
+`omega` is that again, in half the time and for any length: all that depends on the gates alone (`mixing`) and the way from tokens to chunks and
+back are here, the products, with their gradient written out, in chunks.py.
 N stands for B H, c for the tokens of a chunk, n for the pairs they learn from.
 """
 import sys
@@ -179,16 +180,11 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
-# The chunk-parallel form.
+# The chunk-parallel form, as its formulas.
 
 def log(gate):
     """log of a gate in [0, 1]; 0 counts as the smallest number, so that no -inf enters a difference of logs, and gets no gradient."""
     return gate.clamp_min(torch.finfo(gate.dtype).tiny).log()
-
-
-def cumprod(factors):
-    """factors (..., c) -> prod factors_{1..t} (..., c, 1)."""
-    return log(factors).cumsum(-1).exp()[..., None]
 
 
 def decay(logs):
@@ -196,6 +192,79 @@ def decay(logs):
     logs, c = logs.cumsum(-1), logs.shape[-1]
     above = torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1)         # masked before exp, not after:
     return logs[..., None].exp(), (logs[..., None] - logs[..., None, :] + above).exp()           # no 0 * inf in backward
+
+
+def band(gate):
+    """The window mask of section 3.3, weighted: (..., c, w) -> (..., c, w - 1 + c) with row t holding gate[t] from column t on."""
+    *lead, c, w = gate.shape
+    return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
+
+
+def omega_chunk(rule, phi, q, k, v, gates, state):
+    """The same rule as a few matrix products a chunk: for reading, and for whoever writes a kernel. `omega` is the same, faster.
+
+    Arguments and returns of `omega_ref`, for whole chunks from a chunk boundary on (else ValueError); the gradient is autograd's.
+    """
+    if state.pos or q.shape[2] % rule.chunk:
+        raise ValueError("omega_chunk takes whole chunks, from a chunk boundary on; omega takes any length")
+    B, T, c, w, m = len(q), q.shape[2], rule.chunk, rule.window, rule.muon_every
+    missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
+    gate = gates.gate * (torch.arange(T)[:, None] + torch.arange(w) >= missing).to(q.device)
+    ks, vs = (torch.cat([F.pad(old, (0, 0, missing, 0)), new], 2) for old, new in ((state.k, k), (state.v, v)))
+    xq, xk, targets = phi(q), phi(ks), memory.target(rule.memory, rule.loss, ks, vs)
+    columns = [a[..., None] for a in (gates.keep, gates.step, torch.zeros_like(gates.keep) if gates.momentum is None else gates.momentum)]
+
+    heads = lambda a: a.expand(B, *a.shape[-3:]).flatten(0, 1)                   # (B, H, ..) -> (N, ..)
+    W, zeros = [heads(a) for a in state.W], [heads(torch.zeros_like(a)) for a in state.W]
+    M0, S, sums = ([heads(a) for a in group] or zeros for group in (state.M0, state.S, state.sums))
+    ys = []
+    for t in range(0, T, c):
+        now, seen = slice(t, t + c), slice(t, t + c + w - 1)  # c tokens learn from n = c + w - 1 pairs
+        keep, step, momentum, Gate, r, x = (heads(a[:, :, now]) for a in (*columns, gate, q, xq))
+        anchor = memory.pack([a + b for a, b in zip(M0, W)])
+        pairs, _ = memory.gradients(rule.memory, rule.loss, anchor, heads(xk[:, :, seen]), heads(targets[:, :, seen]), rule.norm)
+        pairs = chunks.unpacked_pairs(rule, pairs)            # x_i, d_i of each matrix; all gradients at the anchor, Eq 16
+
+        momprod, Theta = decay(log(momentum[..., 0]))         # Eq 33, 39: S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
+        G = Theta @ band(Gate)
+        total = lambda a, g: [a * s + x.mT @ (g[..., None] * d) for s, (x, d) in zip(S, pairs)]                   # a S_0 + sum_i g_i x_i^T d_i
+        if not m:
+            keepprod, A = decay(log(keep[..., 0]))            # Eq 10: W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
+            P, u = -(A * step.mT) @ G, -(A * step.mT) @ momprod
+            read = lambda i, r: (r @ M0[i] + keepprod * (r @ W[i]) + u * (r @ S[i])               # all r_t W_t at once:
+                                 + (P * (r @ pairs[i][0].mT)) @ pairs[i][1])     # attention, with P for a softmax
+            ys.append(answer(rule, x, r, read))
+            W = [keepprod[:, -1:] * a + b for a, b in zip(W, total(u[:, -1:], P[:, -1]))]
+        for j in range(0, c, m) if m else ():                 # blocks of m tokens with one O each
+            block, before = slice(j, j + m), sums
+            sums = total(momprod[:, block].sum(1, keepdim=True), G[:, block].sum(1))              # S_t, summed over the block
+            O = [newton_schulz_ref(a, *rule.newton_schulz()) for a in (sums if m == 1 else before)]               # Eq 40; choice 15
+            since, A = decay(log(keep[:, block, 0]))          # Eq 32: W_t = since_t W_j + own_t O_j
+            own = -A @ step[:, block]
+            read = lambda i, r: r @ M0[i] + since * (r @ W[i]) + own * (r @ O[i])
+            ys.append(answer(rule, x[:, block], r[:, block], read))
+            W = [since[:, -1:] * a + own[:, -1:] * o for a, o in zip(W, O)]
+        S, W = total(momprod[:, -1:], G[:, -1]), rule.bound(W)                   # choice 22
+
+    y, W, S, sums = ([a.unflatten(0, (B, -1)) for a in group] for group in ([torch.cat(ys, 1)], W, S, sums))
+    k, v = (tail(a, max(T, missing), T) for a in (ks, vs))
+    return y[0], State(state.M0, tuple(W), tuple(S) * bool(state.S), tuple(W), (), tuple(sums) * (m > 1), k, v, None, 0)
+
+
+def answer(rule, x, r, read):
+    """memory.apply, where read(i, rows) is what rows read of the i-th matrix."""
+    rows = x if rule.memory == "linear" else F.gelu(read(0, x))                  # Eq 42
+    if rule.memory == "gated":
+        rows = rows * read(1, x)                              # Eq 43
+    return memory.output(rule.memory, read(-1, rows), r, rule.norm)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# The chunk-parallel form, fast.
+
+def cumprod(factors):
+    """factors (..., c) -> prod factors_{1..t} (..., c, 1)."""
+    return log(factors).cumsum(-1).exp()[..., None]
 
 
 class Recurrence(torch.autograd.Function):
@@ -235,12 +304,6 @@ def recur(factors, rows):
         return Recurrence.apply(factors, rows)
     y = decay(log(factors))[1] @ rows
     return y, y[..., -1, :]
-
-
-def band(gate):
-    """The window mask of section 3.3, weighted: (..., c, w) -> (..., c, w - 1 + c) with row t holding gate[t] from column t on."""
-    *lead, c, w = gate.shape
-    return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
 def mixing(rule, gates, pos):

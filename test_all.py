@@ -52,7 +52,7 @@ import sample
 import train
 from memory import LOSSES, MEMORIES
 from muon import COEFFICIENTS, newton_schulz, newton_schulz_ref
-from omega import Gates, Rule, State, omega, omega_ref, start, total
+from omega import Gates, Rule, State, omega, omega_chunk, omega_ref, start, total
 from poly import Features, Pairs, features_dim
 
 
@@ -520,8 +520,8 @@ EQUAL = {                         # memory, loss, window, chunk, momentum, muon_
 }
 
 
-def both_ways(case, ball=0.0):
-    """Outputs, final state and every outer gradient of omega are those of omega_ref -> outputs and state, omega once more, its inputs."""
+def both_ways(case, ball=0.0, fast=omega):
+    """Outputs, final state and every outer gradient of `fast` are those of omega_ref -> outputs and state, `fast` once more, its inputs."""
     kind, loss, window, chunk, momentum, muon_every, T, earlier, features = case
     phi, x = problem(kind, loss, window, T + earlier, momentum, features.split(",")[0], degree=3 if "cubic" in features else 2)
     rule = Rule(kind, loss, window, chunk, muon_every, norm="norm" in features, forget="start" if "M0" in features else "zero", ball=ball,
@@ -529,7 +529,7 @@ def both_ways(case, ball=0.0):
     if "rest" in features:                                    # without an S0: the fast form then skips products with zero
         x = {name: a for name, a in x.items() if not name.startswith("S0")}
     leaves, results = list(x.values()) + list(phi.parameters()), []
-    for fn in (omega_ref, omega):
+    for fn in (omega_ref, fast):
         y, state = learn(fn, rule, phi, x, (earlier,) if earlier else ())
         out = [y, *tensors(state)]
         torch.manual_seed(1)
@@ -539,13 +539,31 @@ def both_ways(case, ball=0.0):
     assert pos == fast_pos and len(out) == len(fast_out)
     for a, b in zip(fast_out + list(fast_grads), out + list(grads), strict=True):
         close(a, b)
-    return out, lambda: learn(omega, rule, phi, x, (earlier,) if earlier else ()), leaves
+    return out, lambda: learn(fast, rule, phi, x, (earlier,) if earlier else ()), leaves
 
 
 @pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
 def test_omega_is_omega_ref(case):
     """A fast path that is only nearly the rule, or not differentiable."""
     both_ways(case)
+
+
+@pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
+def test_omega_chunk_is_omega_ref(case):
+    """Formulas that are not what omega.py's docstring says: of whole chunks, and of those after an earlier one."""
+    *rule, T, earlier, features = case
+    chunk = rule[3]
+    both_ways((*rule, max(1, T // chunk) * chunk, chunk if earlier else 0, features), ball=0.7, fast=omega_chunk)
+
+
+def test_omega_chunk_takes_whole_chunks():
+    """Part of a chunk would be told as a whole one: the next token would learn at a wrong anchor."""
+    phi, x = problem("mlp", "l2", 2, 6)
+    _, middle = learn(omega, Rule("mlp", "l2", 2, 4), phi, x)
+    for T, state in ((6, middle._replace(pos=0)), (4, middle)):
+        tokens = [None if x.get(name) is None else x[name][:, :, :T] for name in ("q", "k", "v", *Gates._fields)]
+        with pytest.raises(ValueError, match="whole chunks"):
+            omega_chunk(Rule("mlp", "l2", 2, 4), phi, *tokens[:3], Gates(*tokens[3:]), state)
 
 
 STRETCHES = {"titans": [5], "omeganet": [2, 5], "gated": [2], "linear, cubic features": [2], "lp": [5], "from rest": [2, 5],
@@ -3951,7 +3969,7 @@ def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
         assert f"\n{part}: " in out
     layer = {(r["name"], r["T"], r["what"]) for r in result["records"] if r["part"] == "layer"}
     assert {("titans", 64, "both"), ("titans", 64, "forward"), ("transformer", 32, "both"), ("WORK", 64, "both"), ("chunk 16", 64, "both"),
-            ("omega_ref, token by token", 8, "both")} <= layer
+            ("omega_ref, token by token", 8, "both"), ("omega_chunk, formulas", 64, "both"), ("omega, fast", 64, "both")} <= layer
     assert {(part, name) for part in ("step", "decode") for name in names} <= {(r["part"], r["name"]) for r in result["records"]}
     assert all(("bytes" in r) == (r["what"] == "both") for r in result["records"] if (r["part"], r["name"]) == ("layer", "titans"))
 
@@ -4770,6 +4788,12 @@ MUTANTS = [
     ("evaluation at half speed", "eval.py", '    train.set_matmul("auto", device, torch.float32)\n', "",
      "test_matmul_by_itself"),
     ("an old torch is not noticed", "train.py", 'if not hasattr(torch.optim, "Muon"):', "if False:", "test_a_torch_that_is_too_old"),
+    ("chunk formulas: windows begin before the text", "omega.py", ">= missing).to(q.device)", ">= 0).to(q.device)", "test_omega_chunk_is_omega_ref"),
+    ("chunk formulas: padding becomes pairs", "omega.py", "(tail(a, max(T, missing), T)", "(tail(a, T, T)", "test_omega_chunk_is_omega_ref"),
+    ("chunk formulas: O of the block itself", "omega.py", "(sums if m == 1 else before)", "sums", "test_omega_chunk_is_omega_ref"),
+    ("chunk formulas: P without steps", "omega.py", "-(A * step.mT) @ G", "-A @ G", "test_omega_chunk_is_omega_ref"),
+    ("chunk formulas: parts of chunks", "omega.py", "if state.pos or q.shape[2] % rule.chunk:", "if q.shape[2] % rule.chunk:",
+     "test_omega_chunk_takes_whole_chunks"),
     ("denormals stay", "train.py", "set_flush_denormal(True)", "set_flush_denormal(False)", "test_denormals_are_flushed"),
     ("detach detaches nothing", "models.py", "else state.detach()", "else state", "test_detach"),
 ]
