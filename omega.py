@@ -235,20 +235,22 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
                                  + (P * (r @ pairs[i][0].mT)) @ pairs[i][1])     # attention, with P for a softmax
             ys.append(answer(rule, x, r, read))
             W = [keepprod[:, -1:] * a + b for a, b in zip(W, total(u[:, -1:], P[:, -1]))]
-        for j in range(0, c, m) if m else ():                 # blocks of m tokens with one O each
-            block, before = slice(j, j + m), sums
-            sums = total(momprod[:, block].sum(1, keepdim=True), G[:, block].sum(1))              # S_t, summed over the block
-            O = [newton_schulz_ref(a, *rule.newton_schulz()) for a in (sums if m == 1 else before)]               # Eq 40; choice 15
-            since, A = decay(log(keep[:, block, 0]))          # Eq 32: W_t = since_t W_j + own_t O_j
-            own = -A @ step[:, block]
-            read = lambda i, r: r @ M0[i] + since * (r @ W[i]) + own * (r @ O[i])
-            ys.append(answer(rule, x[:, block], r[:, block], read))
-            W = [since[:, -1:] * a + own[:, -1:] * o for a, o in zip(W, O)]
+        else:
+            for j in range(0, c, m):                          # blocks of m tokens with one O each
+                block, before = slice(j, j + m), sums
+                sums = total(momprod[:, block].sum(1, keepdim=True), G[:, block].sum(1))          # S_t, summed over the block
+                O = [newton_schulz_ref(a, *rule.newton_schulz()) for a in (sums if m == 1 else before)]           # Eq 40; choice 15
+                since, A = decay(log(keep[:, block, 0]))      # Eq 32: W_t = since_t W_j + own_t O_j
+                own = -A @ step[:, block]
+                read = lambda i, r: r @ M0[i] + since * (r @ W[i]) + own * (r @ O[i])
+                ys.append(answer(rule, x[:, block], r[:, block], read))
+                W = [since[:, -1:] * a + own[:, -1:] * o for a, o in zip(W, O)]
         S, W = total(momprod[:, -1:], G[:, -1]), rule.bound(W)                   # choice 22
 
-    y, W, S, sums = ([a.unflatten(0, (B, -1)) for a in group] for group in ([torch.cat(ys, 1)], W, S, sums))
+    groups = [torch.cat(ys, 1)], W, S if state.S else [], sums if m > 1 else []
+    (y,), W, S, sums = (tuple(a.unflatten(0, (B, -1)) for a in group) for group in groups)
     k, v = (tail(a, max(T, missing), T) for a in (ks, vs))
-    return y[0], State(state.M0, tuple(W), tuple(S) * bool(state.S), tuple(W), (), tuple(sums) * (m > 1), k, v, None, 0)
+    return y, State(state.M0, W, S, W, (), sums, k, v, None, 0)
 
 
 def answer(rule, x, r, read):
