@@ -1,6 +1,7 @@
 """chunks.py - how a run of chunks is computed: each learns after the one before it, many are read at once; and the gradient of all that.
 
-What a chunk is, and every symbol here, is in omega.py. What is computed in a chunk, for each matrix of the memory:
+What a chunk is, and every symbol here, is in omega.py; `omega_chunk` there is the same without what speed asks for, and to be read first.
+What is computed in a chunk, for each matrix of the memory:
 
     read_carried        r_t (keepprod_t W_0 + u_t S_0 + M0)              what tokens read of what was there before their chunk
     read_chunks         + (P o R X^T) D                                  and of what it has learned up to them
@@ -42,9 +43,10 @@ from muon import exact_products, orthogonalize, orthogonalize_backward
 
 
 class Part(NamedTuple):
-    """What omega.py makes of a run of chunks, of c tokens and n pairs each: the tokens, the window - 1 before them, idle ones of weight 0.
+    """What omega.py makes of a run of chunks, of c tokens and n pairs each: idle ones of weight 0, the window - 1 before the tokens, the tokens.
 
-    `...` is (chunks, N); N for one chunk, chunks N for many in one product. The formulas are those of omega.py.
+    `...` is (chunks, N); N for one chunk, chunks N for many in one product. Pair i is token i - (n - c) of the chunk. phi may lie
+    feature-major (memory.feature_major). The formulas are those of omega.py.
     """
     xq: torch.Tensor                                          # (..., c, E)  phi(q)
     xk: torch.Tensor                                          # (..., n, E)  phi(k)
@@ -60,7 +62,8 @@ class Part(NamedTuple):
     ends: torch.Tensor | None = None                          # (..., s, 1, 1)  the last keepprod and momprod
     across: torch.Tensor | None = None                        # (..., 1, 1)  the last u
     # With Newton-Schulz     W_t = since_t W_j + own_t O_j,   in blocks of m tokens, or one of c <= m; W_j before block j, W_0 the first
-    # coef is (..., blocks, m, 2, 1): since_t, the product of keep from the block's first token to t; own_t, -sum of A[t, n] step_n over them
+    # coef is (..., blocks, m, 2, 1): since_t, the product of keep from the block's first token to t; own_t, -sum of A[t, n] step_n over them.
+    # Token t of a chunk that begins `pos` tokens into a block is at [(pos + t) // m, (pos + t) % m]; where there is one block, at [0, t]
     shares: torch.Tensor | None = None                        # (..., blocks, 1 + blocks)  of W_0 and of O_0 .. in the W after each block
     # with momentum r = blocks + 1, the last row being that of the last token; else r = blocks
     G: torch.Tensor | None = None                             # (..., r, n)  Theta Gate, its rows summed over each block
@@ -318,7 +321,8 @@ class Fast(NamedTuple):
     """What chunks with Newton-Schulz carry, of each matrix as `lay` has it; or its gradient."""
     W: list                                                   # [] for zero
     S: list                                                   # [] for zero, or no momentum
-    sums: list                                                # S_t summed over the block in progress, or that before; [] for muon_every 1
+    sums: list                                                # S_t summed over the block in progress, to which its other tokens are added, or,
+                                                              # between two, over the last one, for NS of the next; [] for muon_every 1
     O: list                                                   # NS of the block in progress; [] if the next one takes it anew
 
 
@@ -566,7 +570,7 @@ def grouped(items, sizes):
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
-# From here on the gradient of all that, written out for speed. A first reading needs none of it: autograd of omega_ref says the same.
+# From here on the gradient of all that, written out for speed. A first reading needs none of it: autograd of omega_chunk says the same.
 
 def empty_like(a):
     """An empty tensor for the gradient of a, contiguous or feature-major as a is."""

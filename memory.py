@@ -32,9 +32,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+# a new memory has one hidden layer, read by one matrix or, as in `gated`, two; it needs its lines in shapes, apply, hidden, hidden_backward,
+# gradients_again, with slope and curvature, and where else its kind is asked for; and a case in test_all.EQUAL
 MEMORIES = ("linear", "mlp", "gated")
-# a new loss needs its line in loss, error, error_backward and test_losses; a place in CURVED if the slope of its error is not constant; and
-# one in `target` if its error is not a function of y - v
+# a new loss needs its lines in loss, error, error_backward, test_losses and test_all.EQUAL; a place in CURVED if the slope of its error is not
+# constant; and in `target` if its error does not depend on y. One that is no function of y - v, as a cross entropy, fits a linear memory alone
 LOSSES = ("l2", "dot", "huber", "lp")
 CURVED = ("huber", "lp")
 EPS = 1e-6                                                    # of the norm inside the memory (choice 11)
@@ -144,6 +146,8 @@ def hidden(kind, z):
     """The rows that enter the last matrix, for z = x W[0]."""
     if kind == "mlp":
         return F.gelu(z)
+    if kind != "gated":
+        raise ValueError(f"no hidden units of memory {kind!r}")
     z, u = z.chunk(2, -1)
     return F.gelu(z).mul_(u)
 

@@ -163,6 +163,9 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(*shape))
 
+    def init(self):
+        nn.init.ones_(self.weight)
+
     def forward(self, x):
         return F.rms_norm(x, x.shape[-1:], eps=2**-23) * self.weight              # torch's own for float32, in every precision
 
@@ -299,13 +302,13 @@ class Memory(nn.Module):
         H, c = self.config.n_head, self.config
         if self.conv is not None:                             # each channel begins with a mixture of four tokens of its own
             nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
-        if c.memory != "linear":                              # hidden units, as a vector, about as long as phi(k): 1 to 1.6
-            for W in self.M0:
-                nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)             # their number
+        for W in self.M0:                                     # hidden units, as a vector, about as long as phi(k): 1 to 1.6
+            nn.init.zeros_(W) if c.memory == "linear" else nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)      # their number
         nn.init.normal_(self.gates.weight, std=0.02)
         bias = [torch.linspace(1, 6, H)[:, None],             # keep 0.73 .. 0.998: heads remember for different spans  (choice 16)
                 torch.full((H, 1), -1.0), torch.zeros(H, self.n_gates[2]), torch.zeros(H, self.n_gates[3])]
-        self.gates.bias.data = torch.cat(bias, 1).flatten()
+        with torch.no_grad():
+            self.gates.bias.copy_(torch.cat(bias, 1).flatten())
 
     def heads(self, x):
         return x.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)         # (B, T, H D) -> (B, H, T, D)
@@ -599,15 +602,18 @@ class LM(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = Norm(config.n_embd)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.tie:
-            self.head.weight = self.embed.weight
         self.init()
 
     def init(self):
+        """Starting values of all parameters and buffers: also of a model made on the meta device, after to_empty."""
+        if self.config.tie:
+            self.head.weight = self.embed.weight
         for name, m in self.named_modules():
             if isinstance(m, nn.Linear):
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith(".out") else 1.0
                 nn.init.normal_(m.weight, std=scale * m.in_features ** -0.5)
+            elif isinstance(m, (Norm, Features)):
+                m.init()
         nn.init.normal_(self.embed.weight, std=0.02 if self.config.tie else 1.0)
         for block in self.blocks:
             block.mixer.init()
@@ -704,8 +710,8 @@ def detach(state):
 
     A parameter that it refers to (M0) stays that parameter: an optimizer's step moves it for the state as well, and it goes on learning.
     """
-    if isinstance(state, nn.Parameter):
-        return state
+    if isinstance(state, omega.State) and state.M0:           # also where a plain tensor is in its place, as in torch.func.functional_call
+        return detach(state._replace(M0=()))._replace(M0=tuple(m if m.is_leaf else m.detach() for m in state.M0))
     if isinstance(state, torch.Tensor):
         return state.detach().clone() if state.is_inference() else state.detach()
     if isinstance(state, tuple):
@@ -750,7 +756,7 @@ def properties(config):
     c = config
     if c.mixer == "attention":
         return [False, False, True, True, c.attn_window > 0]
-    return [c.keep, c.memory != "linear", c.features not in ("none", "elementwise"), c.muon, c.window > 1]
+    return [c.keep, c.memory != "linear", c.features in ("monomial", "sketch", "exp"), c.muon, c.window > 1]
 
 
 def state_bytes(state):

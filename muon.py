@@ -74,14 +74,17 @@ def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype
 
 def exact_products(device):
     """Do products of float32 keep float32? With TF32 or bfloat16 inside (torch.set_float32_matmul_precision) G's rounding would explode."""
-    precision = torch.get_float32_matmul_precision()
-    return precision == "highest" or device.type == "cpu" and exact_on_this_cpu(precision)
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:                                      # set in torch's newer way, for each kind of device by itself
+        precision = (torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn).matmul.fp32_precision
+    return precision in ("highest", "ieee") or device.type == "cpu" and exact_on_this_cpu(precision)
 
 
 @lru_cache
 def exact_on_this_cpu(precision):
     """Only some CPUs have other products than float32's: this tries one, once for each `precision` that is set."""
-    a = torch.full((64, 64), 1 + 2**-12)                      # 1 to TF32 and bfloat16
+    a = torch.full((64, 64), 1 + 2**-12, dtype=torch.float32, device="cpu")      # 1 to TF32 and bfloat16
     return torch.mm(a, a)[0, 0].item() > 64.01
 
 

@@ -20,9 +20,9 @@ products a chunk: at a fixed anchor a token's gradient is x^T d, so
 
 with A[t, n] = prod keep_{n+1..t}, Theta[t, n] = prod momentum_{n+1..t}; keepprod_t and momprod_t are the products from the chunk's first
 token to t, W_0 and S_0 one matrix and its momentum before the chunk (not W[0], the first matrix of a memory, nor M0, where a text began),
-r_t, x_i and d_i the rows of R, X and D (in this formula alone not the head dim), and o multiplies elementwise. No per-token weight is
-formed. With Newton-Schulz one W and one sum of S_t are, for each block of m tokens, and r_t W_t is two products: with that block's W_j
-and its O_j, the NS of the sum before it.
+r_t, x_i and d_i the rows of R, X and D (in this formula alone not the head dim), and o multiplies elementwise; gate[t, i] weighs pair i in
+step t, which the tensor `gate` has at [t, window - 1 - (t - i)]. No per-token weight is formed. With Newton-Schulz one W and one sum of S_t
+are, for each block of m tokens, and r_t W_t is two products: with that block's W_j and its O_j, the NS of the sum before it.
 
 P for c = 3, window = 2, no momentum, and a pair 0 from before the chunk (k, s, g for keep, step, gate): each row is the one above times
 keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and once more at token 3, has faded once by then:
@@ -255,10 +255,9 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
 
 def answer(rule, x, r, read):
     """memory.apply, where read(i, rows) is what rows read of the i-th matrix."""
-    rows = x if rule.memory == "linear" else F.gelu(read(0, x))                  # Eq 42
-    if rule.memory == "gated":
-        rows = rows * read(1, x)                              # Eq 43
-    return memory.output(rule.memory, read(-1, rows), r, rule.norm)
+    if rule.memory != "linear":                               # Eq 42, 43
+        x = memory.hidden(rule.memory, torch.cat([read(i, x) for i in range(chunks.firsts(rule))], -1))
+    return memory.output(rule.memory, read(-1, x), r, rule.norm)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import nn
 
 from memory import once_differentiable
 
+# a new map needs its lines in features_dim, Features.__init__ and forward, models.properties, test_phi_inner and test_all.EQUAL
 FEATURES = ("none", "elementwise", "monomial", "sketch", "exp")
 
 
@@ -32,7 +33,7 @@ def monomial_table(dim, degree):
     index = list(combinations_with_replacement(range(dim + 1), degree))          # p factors out of (1, x); factor 0 is the 1
     degrees = [degree - i.count(0) for i in index]
     repeats = [math.prod(math.factorial(i.count(j)) for j in set(i) - {0}) for i in index]
-    return torch.tensor(degrees), torch.tensor([math.factorial(n) / r for n, r in zip(degrees, repeats)])
+    return torch.tensor(degrees, device="cpu"), torch.tensor([math.factorial(n) / r for n, r in zip(degrees, repeats)], device="cpu")
 
 
 class Pairs(torch.autograd.Function):
@@ -140,15 +141,32 @@ class Features(nn.Module):
         self.out_dim = features_dim(kind, dim, degree, sketch_dim)
         if kind in ("elementwise", "monomial", "sketch"):
             top = 2 if kind == "sketch" else degree
-            # learned scales; s_i^2 = a_i starts at 1/i!, the Taylor series of exp (Eq 5), and cannot turn negative
-            self.scale = nn.Parameter(torch.tensor([1 / math.sqrt(math.factorial(i)) for i in range(top + 1)]))
+            self.scale = nn.Parameter(torch.zeros(top + 1))
         if kind == "monomial":
             degrees, multinomial = monomial_table(dim, degree)
             self.register_buffer("degrees", degrees, persistent=False)
             self.register_buffer("multinomial", multinomial, persistent=False)
         if kind == "sketch":                                  # (Ax)(Bx)/sqrt(m) . (Ay)(By)/sqrt(m) is (x . y)^2 on average
-            g = torch.Generator().manual_seed(seed)
-            self.register_buffer("sketch", torch.randn(2, dim, sketch_dim, generator=g) / sketch_dim ** 0.25)
+            self.seed = seed
+            self.register_buffer("sketch", torch.zeros(2, dim, sketch_dim))
+        self.init()
+
+    @torch.no_grad()
+    def init(self):
+        """Learned scales: s_i^2 = a_i starts at 1/i!, the Taylor series of exp (Eq 5), and cannot turn negative; and the fixed sketch."""
+        if hasattr(self, "scale"):
+            self.scale.copy_(torch.tensor([1 / math.sqrt(math.factorial(i)) for i in range(len(self.scale))], device="cpu"))
+        if self.kind == "sketch":
+            g = torch.Generator().manual_seed(self.seed)
+            self.sketch.copy_(torch.randn(self.sketch.shape, generator=g, device="cpu") / self.sketch.shape[-1] ** 0.25)
+
+    def _apply(self, fn, recurse=True):
+        """Module.to, .cuda, ..; after Module.to_empty the tables, which no checkpoint has, are filled again."""
+        super()._apply(fn, recurse)
+        if self.kind == "monomial":
+            for table, values in zip((self.degrees, self.multinomial), monomial_table(self.dim, self.degree)):
+                table.copy_(values)
+        return self
 
     def forward(self, x):
         """phi(x): (..., n, D) -> (..., n, E); monomials lie feature-major in memory, (..., E, n). ValueError for `exp`."""

@@ -641,9 +641,13 @@ COLUMNS = ("step", "loss", "val", "grad_norm", "lr", "tokens_per_s", "seconds")
 
 
 def open_log(path, step):
-    """log.csv, to append a line at a time. Rows after `step`, logged by a killed run but not saved, are dropped."""
-    rows = list(csv.reader(path.read_text("utf-8", "replace").splitlines())) if path.exists() else []
-    rows = [row for row in rows if len(row) == len(COLUMNS) and row[0].isdigit() and int(row[0]) <= step]
+    """log.csv, to append a line at a time. Rows after `step`, logged by a killed run but not saved, are dropped; a column that an older version
+    did not have stays empty in its rows.
+    """
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    head, *rows = list(csv.reader(text.splitlines())) or [COLUMNS]
+    rows = [dict(zip(head, row)) for row in rows if len(row) == len(head) and row[0].isdigit() and int(row[0]) <= step]
+    rows = [[row.get(name, "") for name in COLUMNS] for row in rows]
     tmp = path.with_name(path.name + ".tmp")
     tmp.write_text("".join(",".join(row) + "\n" for row in [COLUMNS, *rows]))
     os.replace(tmp, path)
