@@ -590,10 +590,10 @@ def dots(t, a):
     return (t.view(*a.shape[:2], -1, a.shape[2]) * a[:, :, None]).sum(-1, keepdim=True)
 
 
-def read_carried_backward(R, C, coef, M0, tall, reads, dz, dC=None):
-    """The gradient of read_carried, from dz (N, c, out) -> dR, dC, dcoef, dM0, as R, C, coef, M0 are; dC, dcoef, dM0 None without C, M0.
+def read_carried_backward(R, C, coef, M0, tall, reads, dz):
+    """The gradient of read_carried, from dz (N, c, out) -> dR, a pair whose product a^T b is dC, dcoef, dM0, as R, coef, M0 are; None without C, M0.
 
-    dC: where to write that of C.
+    A pair, for the product is best written straight to where it ends.
     """
     dR = dM0 = None
     if M0 is not None:
@@ -602,9 +602,9 @@ def read_carried_backward(R, C, coef, M0, tall, reads, dz, dC=None):
         return dR, None, None, dM0
     if tall:
         dreads = scaled(dz, coef)
-        return memory.transposed_product(dreads, C.mT, R, dR), torch.bmm(dreads.mT, R, out=dC), dots(reads, dz), dM0
+        return memory.transposed_product(dreads, C.mT, R, dR), (dreads, R), dots(reads, dz), dM0
     dscaled = torch.bmm(dz, C.mT)
-    return combined(dscaled, coef, dR), torch.bmm(scaled(R, coef).mT, dz, out=dC), dots(dscaled, R), dM0
+    return combined(dscaled, coef, dR), (scaled(R, coef), dz), dots(dscaled, R), dM0
 
 
 def write_backward(X, D, last, tall, dC):
@@ -683,17 +683,18 @@ def write_rest_backward(how, part, learned, C, reads, dafter):
         if C:                                                 # the gradient of `carry`
             if part.across is not None:
                 dacross = plus(dacross, (dto[:, 0] * C[i][:, 1]).sum((-2, -1), keepdim=True))
-            dends = plus(dends, dto.mul_(C[i]).sum((-2, -1), keepdim=True))
+            kept = dto * C[i] if torch.compiler.is_compiling() else dto.mul_(C[i])                # compiled, it is not written at all
+            dends = plus(dends, kept.sum((-2, -1), keepdim=True))
     return dx, dlast, dends, dacross
 
 
-def read_chunks_backward(how, part, W, saved, C, M0, zq, RX, reads, dz, dC):
-    """The gradient of read_chunks -> those of part, M0, each d and the last x; the pairs, as memory.Recomputed.
+def read_chunks_backward(how, part, W, saved, C, M0, zq, RX, reads, dz):
+    """The gradient of read_chunks -> those of part, M0, each d and the last x; the pairs, as memory.Recomputed; the gradient of C.
 
-    W: the weights at which the chunks took gradients, `saved` what memory.gradients left. The gradient of C is written to dC, empty where C is.
+    W: the weights at which the chunks took gradients, `saved` what memory.gradients left. Of each C as a pair (a, b) whose product is a^T b.
     """
     (rule, tall, *_), again = how, memory.gradients_again(how.rule.memory, W, part.xk, saved)
-    dM0, dd = ([None] * len(tall) for _ in range(2))
+    dM0, dd, dC = ([None] * len(tall) for _ in range(3))
     dcoef = dP = dxk = dqk = da = None
     for i, (x, d) in reversed(list(enumerate(again.pairs))):
         if i:
@@ -702,8 +703,8 @@ def read_chunks_backward(how, part, W, saved, C, M0, zq, RX, reads, dz, dC):
             rows, RX = part.xq, torch.bmm(part.xq, x.mT) if part.qk is None else part.qk
         dQ, dd[i] = torch.bmm(dz, d.mT), torch.bmm((part.P * RX).mT, dz)         # z = .. + (P o RX) D
         dP, dRX = dQ * RX if dP is None else dP.addcmul_(dQ, RX), dQ.mul_(part.P)
-        drows, _, more, dM0[i] = read_carried_backward(
-            rows, nth_or_none(C, i), part.coef, nth_or_none(M0, i), tall[i], reads[i], dz, nth_or_none(dC, i))
+        drows, dC[i], more, dM0[i] = read_carried_backward(
+            rows, nth_or_none(C, i), part.coef, nth_or_none(M0, i), tall[i], reads[i], dz)
         dcoef = plus(dcoef, more)
         if not i and part.qk is not None:
             dqk = dRX
@@ -713,7 +714,7 @@ def read_chunks_backward(how, part, W, saved, C, M0, zq, RX, reads, dz, dC):
             da, dz = dX, memory.hidden_backward(rule.memory, zq, drows)
         else:
             dxk = dX
-    return Part(xq=drows, xk=dxk, v=None, xw=None, qk=dqk, coef=dcoef, P=dP), dM0, dd, da, again
+    return Part(xq=drows, xk=dxk, v=None, xw=None, qk=dqk, coef=dcoef, P=dP), dM0, dd, da, again, dC
 
 
 def plain_stretch_backward(how, part, ones, grads, kept, dy, dafter, M0, C, anchor):
@@ -725,9 +726,10 @@ def plain_stretch_backward(how, part, ones, grads, kept, dy, dafter, M0, C, anch
     saved, (zq, RX), reads, balls = grouped(kept, (3, 2, len(tall)))
     dCs, C, M0 = [c.new_empty(count + 1, *c.shape[1:]) for c in C], [merged(c) for c in C], [m[: count * N] for m in M0]
     W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
-    out, dM0, dd, da, again = read_chunks_backward(
-        how, flat, W, saved, [c.flatten(1, 2) for c in C], M0, zq, RX, reads, merged(dy),
-        [merged(d[:count]).flatten(1, 2) for d in dCs])
+    out, dM0, dd, da, again, pairs = read_chunks_backward(
+        how, flat, W, saved, [c.flatten(1, 2) for c in C], M0, zq, RX, reads, merged(dy))
+    for d, (a, b) in zip(dCs, pairs):                         # not in there: compiled, that would be a copy more
+        torch.bmm(a.mT, b, out=merged(d[:count]).flatten(1, 2))
     put(grads, xq=out.xq, qk=out.qk, P=out.P, coef=out.coef)
     dM0 = [d.unflatten(0, (count, N)).sum(0) for d in dM0] if M0 else []
 
@@ -797,35 +799,39 @@ def muon_write_backward(how, G, pairs, drows):
 
 
 def advance_blocks_backward(shares, held, dheld, dafter):
-    """Adds to dheld, that of W_j and O_j, what they get through W after the last block; dheld[:, 0, 0] is then that of W_0.
+    """The gradient of advance_blocks, from that of W_j and O_j (dheld) and of W after the last block -> dshares, dO_j (N, blocks, k, wide), dW_0.
 
-    -> dshares. A single block of a W_0 that is zero has O_j alone.
+    A single block of a W_0 that is zero has O_j alone, and no dW_0.
     """
-    dafter = dafter[:, None]
     if held.shape[1] == 1:
-        held, dheld, s = held[:, 0], dheld[:, 0], held.shape[2]
-        dheld.addcmul_(dafter, shares.view(-1, 2, 1, 1)[:, -s:])
-        return F.pad((dafter * held).sum((-2, -1)), (2 - s, 0))[:, None]
+        held, (*dW, dO), s = held[:, 0], dheld[:, 0].unbind(1), held.shape[2]
+        of_W, of_O = shares.view(-1, 2, 1, 1).unbind(1)
+        dshares = F.pad((dafter[:, None] * held).sum((-2, -1)), (2 - s, 0))[:, None]
+        return dshares, torch.addcmul(dO, dafter, of_O)[:, None], torch.addcmul(dW[0], dafter, of_W) if dW else None
+    dafter = dafter[:, None]
     dafter = torch.cat([dheld[:, 1:, 0], dafter], 1).flatten(2)                  # W after a block is the next one's before
     WO = torch.cat([held[:, :1, 0], held[:, :, 1]], 1)
-    dheld[:, 0, 0].add_((shares[:, :, :1] * dafter).sum(1).view_as(WO[:, 0]))
-    dheld[:, :, 1].add_(torch.bmm(shares[:, :, 1:].mT, dafter).view_as(WO[:, 1:]))
-    return torch.bmm(dafter, WO.flatten(2).mT)
+    dW = (shares[:, :, :1] * dafter).sum(1).view_as(WO[:, 0]).add_(dheld[:, 0, 0])
+    dO = torch.bmm(shares[:, :, 1:].mT, dafter).view_as(WO[:, 1:]).add_(dheld[:, :, 1])
+    return torch.bmm(dafter, WO.flatten(2).mT), dO, dW
 
 
 def muon_learn_backward(how, part, learned, again, held, dheld, dfast):
-    """The gradient of muon_learn, from that of `held` (to which this adds), and of W, S, sums and O after it.
+    """The gradient of muon_learn, from that of `held`, and of W, S, sums and O after it.
 
     -> gradients of the fields of part, by name; of W, S, sums, O before it; of the weights at which it took gradients.
     """
     (rule, tall, _, pos), (S, seen, balls, ns), (dW, dS, dsums, dO) = how, learned, dfast
     G, dshares, count = part.G.mT.contiguous()[..., None], None, seen[0].shape[1]
+    new, before = [], []
     for i, (one, done) in enumerate(zip(held, dheld)):
+        more, d, w = advance_blocks_backward(part.shares, one, done, dW[i] * balls[i] if balls else dW[i])
         if dO:
-            done[:, -1, -1].add_(dO[i])
-        dshares = plus(dshares, advance_blocks_backward(part.shares, one, done, dW[i] * balls[i] if balls else dW[i]))
-    new, dW = [d[:, :, -1] for d in dheld], [d[:, 0, 0] for d in dheld if d.shape[2] == 2]
-    dO, dbefore, dmomprod = [], [], None
+            d[:, -1].add_(dO[i])
+        dshares = plus(dshares, more)
+        new.append(d)
+        before += [] if w is None else [w]
+    dW, dO, dbefore, dmomprod = before, [], [], None
     if new[0].shape[1] > count:                               # the first block had an O
         dO, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     if count:
@@ -855,7 +861,8 @@ def muon_read_backward(how, C, coef, M0, xq, z, reads, dy):
 
     def read_backward(i, rows, dz):
         rows, dz = (in_blocks(a, len(coef) // N, *fill) for a in (rows, dz))
-        drows, dC[i], dcoef[i], dM0[i] = read_carried_backward(rows, C[i], coef, nth_or_none(M0, i), tall[i], reads[i], dz)
+        drows, (x, y), dcoef[i], dM0[i] = read_carried_backward(rows, C[i], coef, nth_or_none(M0, i), tall[i], reads[i], dz)
+        dC[i] = torch.bmm(x.mT, y)
         return drows.reshape(N, -1, drows.shape[2])[:, fill[0]: fill[0] + c]
 
     if rule.memory == "linear":
@@ -904,7 +911,7 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
     after = grouped(dafter, (k, k if momentum else 0, k if rule.muon_every > 1 else 0))
     # compiled, they lie as what muon_learn_backward returns, slices of larger tensors: else its first call would be a graph of its own
     zeros = lambda h, *inner: h.new_zeros(parts.v.shape[1], *inner, *h.shape[-2:])[(slice(None), *(0 for _ in inner))]
-    inner = (read[-1][0].shape[1:3], (), read[-1][0].shape[1:2], ()) if Chunks.compiled else [()] * 4
+    inner = ((), (), read[-1][0].shape[1:2], ()) if Chunks.compiled else [()] * 4
     dfast = Fast(*([zeros(h, *i) if d is None else d for h, d in zip(read[-1], ds)] for ds, i in zip(after, inner)))
     dM0, starts = [None] * len(M0), repeated(M0, longest(cuts), parts.coef.shape[2])
     ones, onegrads = parts.split(), grads.split()

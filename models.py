@@ -379,9 +379,11 @@ class AttentionState(NamedTuple):
 def rope(x, pos):
     """Rotary positions (Su et al. 2021): pairs of coordinates of x (B, H, T, D) turn by an angle that grows with the position."""
     half, exact = x.shape[-1] // 2, torch.float32 if x.device.type == "mps" else torch.float64   # a stream's angles outgrow float32
-    freq = 10000.0 ** (-torch.arange(half, device=x.device, dtype=exact) / half)
-    angle = torch.arange(pos, pos + x.shape[2], device=x.device, dtype=exact)[:, None] * freq
-    angle = angle.remainder(2 * math.pi).to(x.dtype)          # before cos and sin, which a GPU may compute anew for every head
+    ratio = 10000.0 ** (-1 / half)
+    # turns a token, ratio^i / 2 pi: by cumprod, for powers would be compiled into the kernel that reads them, and taken for each number of x
+    freq = torch.full((half,), ratio, device=x.device, dtype=exact).cumprod(0) / (ratio * 2 * math.pi)
+    turns = torch.arange(pos, pos + x.shape[2], device=x.device, dtype=exact)[:, None] * freq
+    angle = (2 * math.pi * turns.frac()).to(x.dtype)
     cos, sin = angle.cos(), angle.sin()
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)

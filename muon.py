@@ -161,15 +161,22 @@ def short(S):
     return S.mT if S.shape[-2] > S.shape[-1] else S
 
 
+def with_product(y, A, B, beta=1.0, alpha=1.0):
+    """beta y + alpha A B. torch.baddbmm begins with a copy of y, on a GPU; compiled, the sum is part of what comes next."""
+    if torch.compiler.is_compiling():
+        return beta * y + alpha * torch.bmm(A, B)
+    return torch.baddbmm(y, A, B, beta=beta, alpha=alpha)
+
+
 def iterate(S, steps, a, b, c, straight_through, dtype):
     """The iteration of newton_schulz_ref, for one stack (N, m, n)."""
     scale = inverse_norm(S)
     X, saved = short(S * scale).to(dtype or S.dtype), [scale]
     for _ in range(steps):
         G = torch.bmm(X, X.mT)
-        P = torch.baddbmm(G, G, G, beta=b, alpha=c)           # b G + c G^2
+        P = with_product(G, G, G, b, c)                       # b G + c G^2
         saved += [] if straight_through else [X, G, P]
-        X = torch.baddbmm(X, P, X, beta=a)                    # a X + P X
+        X = with_product(X, P, X, a)                          # a X + P X
     X = X.to(S.dtype)
     return [X.mT if S.shape[-2] > S.shape[-1] else X], saved
 
@@ -185,8 +192,8 @@ def iterate_backward(S, saved, dX, steps, a, b, c, straight_through):
         D = short(dX).to(kept[0][0].dtype)
         for X, G, P in reversed(kept):
             dP = doubled(torch.bmm(D, X.mT))
-            dG = doubled(torch.baddbmm(dP, dP, G, beta=b / 2, alpha=c))          # b dP + c (dP G + G dP)
-            D = torch.baddbmm(torch.baddbmm(D, P, D, beta=a), dG, X)
+            dG = doubled(with_product(dP, dP, G, b / 2, c))   # b dP + c (dP G + G dP)
+            D = with_product(with_product(D, P, D, a), dG, X)
         dX = (D.mT if S.shape[-2] > S.shape[-1] else D).to(S.dtype)
     start = S * scale
     return [scale * (dX - start * (start * dX).sum((-2, -1), keepdim=True))]     # through the norm

@@ -178,7 +178,7 @@ class Features(nn.Module):
         if self.kind == "elementwise":                        # s_0 + s_1 x + s_2 x^2 ..: E = D, no products of variables
             return sum(s[i] * x ** i for i in range(self.degree + 1))
         if self.kind == "sketch":
-            return torch.cat([s[0].expand(*x.shape[:-1], 1), s[1] * x, s[2] * (x @ self.sketch[0]) * (x @ self.sketch[1])], -1)
+            return torch.cat([s[0].expand(*x.shape[:-1], 1), s[1] * x, (s[2] * x) @ self.sketch[0] * (x @ self.sketch[1])], -1)
         x = nn.functional.pad(x.mT, (0, 0, 1, 0), value=1.0)
         how = s, self.degrees, self.multinomial.sqrt()
         if self.degree == 2 and torch.compiler.is_compiling():
