@@ -32,8 +32,8 @@ keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and onc
          token 2  k2 s1 g[1,0]  k2 s1 g[1,1] + s2 g[2,1] s2 g[2,2]                0
          token 3  k3 k2 ..      k3 (the one above)       k3 s2 g[2,2] + s3 g[3,2] s3 g[3,3]
 
-`omega` is that again, in half the time and for any length: all that depends on the gates alone (`mixing`) and the way from tokens to chunks and
-back are here, the products, with their gradient written out, in chunks.py.
+`omega` is that again, faster and for any length: all that depends on the gates alone (`mixing`) and the way from tokens to chunks and back
+are here, the products, with their gradient written out, in chunks.py.
 N stands for B H, c for the tokens of a chunk, n for the pairs they learn from.
 """
 import sys
