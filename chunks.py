@@ -591,9 +591,9 @@ def dots(t, a):
 
 
 def read_carried_backward(R, C, coef, M0, tall, reads, dz):
-    """The gradient of read_carried, from dz (N, c, out) -> dR, a pair whose product a^T b is dC, dcoef, dM0, as R, coef, M0 are; None without C, M0.
+    """The gradient of read_carried, from dz (N, c, out) -> dR, dC, dcoef, dM0; dC, dcoef are None without C, dM0 without M0.
 
-    A pair, for the product is best written straight to where it ends.
+    dC is a pair (a, b) whose product is a^T b, which is best written straight to where it ends.
     """
     dR = dM0 = None
     if M0 is not None:
@@ -909,7 +909,7 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
             learned.append(MuonLearned(S, seen, balls, ns))
             S = last
     after = grouped(dafter, (k, k if momentum else 0, k if rule.muon_every > 1 else 0))
-    # compiled, they lie as what muon_learn_backward returns, slices of larger tensors: else its first call would be a graph of its own
+    # compiled, that of the sums lies as what muon_learn_backward returns, a slice of a larger tensor: else its first call would be a graph of its own
     zeros = lambda h, *inner: h.new_zeros(parts.v.shape[1], *inner, *h.shape[-2:])[(slice(None), *(0 for _ in inner))]
     inner = ((), (), read[-1][0].shape[1:2], ()) if Chunks.compiled else [()] * 4
     dfast = Fast(*([zeros(h, *i) if d is None else d for h, d in zip(read[-1], ds)] for ds, i in zip(after, inner)))

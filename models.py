@@ -302,8 +302,11 @@ class Memory(nn.Module):
         H, c = self.config.n_head, self.config
         if self.conv is not None:                             # each channel begins with a mixture of four tokens of its own
             nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
-        for W in self.M0:                                     # hidden units, as a vector, about as long as phi(k): 1 to 1.6
-            nn.init.zeros_(W) if c.memory == "linear" else nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)      # their number
+        for W in self.M0:
+            if c.memory == "linear":
+                nn.init.zeros_(W)
+            else:                                             # hidden units, as a vector, about as long as phi(k): 1 to 1.6
+                nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)             # their number
         nn.init.normal_(self.gates.weight, std=0.02)
         bias = [torch.linspace(1, 6, H)[:, None],             # keep 0.73 .. 0.998: heads remember for different spans  (choice 16)
                 torch.full((H, 1), -1.0), torch.zeros(H, self.n_gates[2]), torch.zeros(H, self.n_gates[3])]

@@ -212,7 +212,8 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
     gate = gates.gate * (torch.arange(T)[:, None] + torch.arange(w) >= missing).to(q.device)
     ks, vs = (torch.cat([F.pad(old, (0, 0, missing, 0)), new], 2) for old, new in ((state.k, k), (state.v, v)))
     xq, xk, targets = phi(q), phi(ks), memory.target(rule.memory, rule.loss, ks, vs)
-    columns = [a[..., None] for a in (gates.keep, gates.step, torch.zeros_like(gates.keep) if gates.momentum is None else gates.momentum)]
+    momentum = torch.zeros_like(gates.keep) if gates.momentum is None else gates.momentum        # none is one of 0
+    columns = [a[..., None] for a in (gates.keep, gates.step, momentum)]
 
     heads = lambda a: a.expand(B, *a.shape[-3:]).flatten(0, 1)                   # (B, H, ..) -> (N, ..)
     W, zeros = [heads(a) for a in state.W], [heads(torch.zeros_like(a)) for a in state.W]
@@ -220,17 +221,18 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
     ys = []
     for t in range(0, T, c):
         now, seen = slice(t, t + c), slice(t, t + c + w - 1)  # c tokens learn from n = c + w - 1 pairs
+        # keep, step, momentum (N, c, 1), Gate (N, c, window), q (N, c, D), phi(q) (N, c, E)
         keep, step, momentum, Gate, r, x = (heads(a[:, :, now]) for a in (*columns, gate, q, xq))
         anchor = memory.pack([a + b for a, b in zip(M0, W)])
         pairs, _ = memory.gradients(rule.memory, rule.loss, anchor, heads(xk[:, :, seen]), heads(targets[:, :, seen]), rule.norm)
-        pairs = chunks.unpacked_pairs(rule, pairs)            # x_i, d_i of each matrix; all gradients at the anchor, Eq 16
+        pairs = chunks.unpacked_pairs(rule, pairs)            # x_i (N, n, in), d_i (N, n, out) of each matrix; all at the anchor, Eq 16
 
         momprod, Theta = decay(log(momentum[..., 0]))         # Eq 33, 39: S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
-        G = Theta @ band(Gate)
+        G = Theta @ band(Gate)                                # (N, c, n); Eq 9 weighs pair i in step t by band(Gate)[t, i]
         total = lambda a, g: [a * s + x.mT @ (g[..., None] * d) for s, (x, d) in zip(S, pairs)]                   # a S_0 + sum_i g_i x_i^T d_i
         if not m:
             keepprod, A = decay(log(keep[..., 0]))            # Eq 10: W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
-            P, u = -(A * step.mT) @ G, -(A * step.mT) @ momprod
+            P, u = -(A * step.mT) @ G, -(A * step.mT) @ momprod                  # (N, c, n), (N, c, 1)
             read = lambda i, r: (r @ M0[i] + keepprod * (r @ W[i]) + u * (r @ S[i])               # all r_t W_t at once:
                                  + (P * (r @ pairs[i][0].mT)) @ pairs[i][1])     # attention, with P for a softmax
             ys.append(answer(rule, x, r, read))
@@ -240,8 +242,8 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
                 block, before = slice(j, j + m), sums
                 sums = total(momprod[:, block].sum(1, keepdim=True), G[:, block].sum(1))          # S_t, summed over the block
                 O = [newton_schulz_ref(a, *rule.newton_schulz()) for a in (sums if m == 1 else before)]           # Eq 40; choice 15
-                since, A = decay(log(keep[:, block, 0]))      # Eq 32: W_t = since_t W_j + own_t O_j
-                own = -A @ step[:, block]
+                since, A = decay(log(keep[:, block, 0]))      # Eq 32: W_t = since_t W_j + own_t O_j, from W_j before the block on
+                own = -A @ step[:, block]                     # (N, m, 1), as `since`, the product of keep from the block's first token to t
                 read = lambda i, r: r @ M0[i] + since * (r @ W[i]) + own * (r @ O[i])
                 ys.append(answer(rule, x[:, block], r[:, block], read))
                 W = [since[:, -1:] * a + own[:, -1:] * o for a, o in zip(W, O)]

@@ -29,7 +29,10 @@ def features_dim(kind, dim, degree, sketch_dim=0):
 
 
 def monomial_table(dim, degree):
-    """Of each monomial of degree <= p, in the order of Monomials: its degree, and its multinomial coefficient in (x . y)^degree."""
+    """Of each monomial of degree <= p, in the order of Monomials: its degree, and its multinomial coefficient in (x . y)^degree.
+
+    On the CPU, also where a model begins on the meta device.
+    """
     index = list(combinations_with_replacement(range(dim + 1), degree))          # p factors out of (1, x); factor 0 is the 1
     degrees = [degree - i.count(0) for i in index]
     repeats = [math.prod(math.factorial(i.count(j)) for j in set(i) - {0}) for i in index]
