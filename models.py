@@ -8,6 +8,7 @@ inner loop (omega.py) runs inside forward: it starts from M0 at the beginning of
 W of that sequence, and never touches a parameter. What it has learned by token t is in the `state` that forward returns.
 """
 import math
+import sys
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -597,6 +598,14 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x))), state
 
 
+def cross_entropy(logits, targets):
+    """Mean cross entropy of targets (B, T) under logits (B, T, V) in nats, and in float32 at least; targets of -100 do not count."""
+    return F.cross_entropy(at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=-100)
+
+
+omega.COMPILED += [(sys.modules[__name__], "cross_entropy")]   # eager, it has four tensors of all logits' size in float32
+
+
 class LM(nn.Module):
     """A language model: tokens (B, T) -> logits (B, T, vocab_size). Every layer's state comes out and can go back in."""
 
@@ -643,12 +652,11 @@ class LM(nn.Module):
         """Mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count. ValueError for other shapes."""
         if targets.shape != tokens.shape:
             raise ValueError(f"targets {tuple(targets.shape)} are not of the shape of tokens {tuple(tokens.shape)}")
-        logits, _ = self(tokens)
-        return F.cross_entropy(at_least_float32(logits.flatten(0, 1)), targets.flatten(), ignore_index=-100)
+        return cross_entropy(self(tokens)[0], targets)
 
     def compile_memory(self, **options):
-        """Regional torch.compile: the chunk steps of the memory and what it does with all tokens at once (omega.COMPILED), for the whole
-        process, and each SwiGLU; of a transformer, each block.
+        """Regional torch.compile: the chunk steps of the memory, what it does with all tokens at once, and the loss (omega.COMPILED), for the
+        whole process, and each SwiGLU; of a transformer, each block.
 
         Eager is the CPU's default.
         """

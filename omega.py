@@ -430,7 +430,7 @@ class Overlapping(torch.autograd.Function):
         return da.flatten(2, 3)[:, :, : (count - 1) * ctx.length + n], None, None
 
 
-# models.py adds what a layer does with all tokens at once
+# models.py adds what a layer does with all tokens at once, and the loss
 COMPILED = [(sys.modules[__name__], "mixing")] + [(chunks, name) for name in (
     "learn_chunk", "learn_chunk_backward", "write_rest_backward", "read_chunks", "read_chunks_backward",
     "muon_learn", "muon_learn_backward", "muon_read", "muon_stretch_backward")]

@@ -1667,7 +1667,7 @@ def test_blocks_of_a_transformer_compile_whole(preset, monkeypatch):
     model.compile_memory(backend=backend, fullgraph=True)
     for a, b in zip(forth_and_back(model, x), eager, strict=True):
         close(a, b)
-    for op in "scaled_dot_product_attention", "rms_norm", "silu", "cos":
+    for op in "scaled_dot_product_attention", "rms_norm", "silu", "cos", "cross_entropy":
         assert any(op in target for target in compiled)
 
 
@@ -1677,7 +1677,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"
 def forth_and_back(model, x):
     """Logits and the gradient of their loss, on the CPU."""
     logits = model(x)[0]
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+    loss = models.cross_entropy(logits[:, :-1], x[:, 1:])
     return [logits.detach().cpu(), *(g.cpu() for g in torch.autograd.grad(loss, list(model.parameters())))]
 
 
@@ -4676,6 +4676,7 @@ MUTANTS = [
     ("--tie ties nothing", "models.py", "            self.head.weight = self.embed.weight\n", "            pass\n", "test_tie_is_one_matrix"),
     ("compile_memory leaves the chunk steps", "models.py", "        omega.compile_chunks(**options)\n",
      "", "test_compile_memory_compiles_chunk_steps_and_swiglus"),
+    ("the loss is not compiled", "models.py", '[(sys.modules[__name__], "cross_entropy")]', "[]", "test_blocks_of_a_transformer_compile_whole"),
     ("NS of the definition in another type", "muon.py", "    X = X.to(S.dtype)\n    return start", "    return start", "test_ns_half_precision"),
     ("W counted twice at a chunk boundary", "models.py", "        state = state._replace(anchor=())                     # the same",
      "        pass                     # the same", "test_state_bytes_counts_each_tensor_once"),
