@@ -245,11 +245,11 @@ def plain_chunks(how, parts, M0, C, anchor, kept=None):
         for j, one in enumerate(ones[now]):
             learned.append(learn_chunk(how, one, M0, [] if zero else slots[j], anchor, slots[j + 1]))
         z, f, *more = (joined(one) for one in zip(*learned))
-        part = part.each(merged)
+        part = part._replace(v=None).each(merged)             # reading needs no v, which this might copy
         errors, rows, balls = grouped(more, (len(how.tall), len(how.tall) - 1))
         pairs = list(zip([part.xk, *rows], errors))
         before = [] if zero else [merged(a[at: at + size]).flatten(1, 2) for a in Cs]
-        out, *reads = read_chunks(how, part, pairs, before, [m[: len(part.v)] for m in starts])
+        out, *reads = read_chunks(how, part, pairs, before, [m[: size * N] for m in starts])
         y[now] = out.unflatten(0, (-1, N))
         if kept is not None:
             kept.append((z, f, errors[-1], *reads, *balls))
@@ -615,6 +615,13 @@ def write_backward(X, D, last, tall, dC):
     return *((db, da) if tall else (da, db)), dots(dscaled, a)
 
 
+def overlaps(a, b):
+    """a, b (N, s, k, wide) -> (N, s, s): the sum of the products of each matrix of a with each of b. (One of four is not used.)"""
+    if torch.compiler.is_compiling():                         # a product as flat as this is not what a GPU's library is for
+        return (a[:, :, None] * b[:, None]).sum((-2, -1))
+    return torch.bmm(a.flatten(2), b.flatten(2).mT)
+
+
 def carry_backward(dto, dC, ends, across):
     """Adds to dC what it gets through carry."""
     dC.addcmul_(dto, ends)
@@ -669,7 +676,6 @@ def write_rest_backward(how, part, learned, C, reads, dafter):
     """The rest of learn_chunk's gradient, for any number of chunks at once; C and dafter (N, s, k, wide) of each matrix, before and after.
 
     -> gradients of the x of the first `write`, and of the last, ends, across of Part. `reads`: what learn_chunk_backward had of them.
-    dafter may be written over.
     """
     tall, dlast, dends, dacross = how.tall, None, None, None
     for i, (x, (_, d), dto) in enumerate(zip(learned.writes, learned.again.pairs, dafter)):
@@ -681,10 +687,10 @@ def write_rest_backward(how, part, learned, C, reads, dafter):
             dx = memory.transposed_product(learned.rows[0], end.mT, x)
         dlast = plus(dlast, dots(reads[i], d if tall[i] else x))
         if C:                                                 # the gradient of `carry`
+            of = overlaps(dto, C[i])
+            dends = plus(dends, of.diagonal(dim1=1, dim2=2)[..., None, None])
             if part.across is not None:
-                dacross = plus(dacross, (dto[:, 0] * C[i][:, 1]).sum((-2, -1), keepdim=True))
-            kept = dto * C[i] if torch.compiler.is_compiling() else dto.mul_(C[i])                # compiled, it is not written at all
-            dends = plus(dends, kept.sum((-2, -1), keepdim=True))
+                dacross = plus(dacross, of[:, :1, 1:])
     return dx, dlast, dends, dacross
 
 
@@ -722,7 +728,7 @@ def plain_stretch_backward(how, part, ones, grads, kept, dy, dafter, M0, C, anch
 
     M0 is `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter is that of C after the stretch, or ().
     """
-    (count, N), tall, flat = part.v.shape[:2], how.tall, part.each(merged)
+    (count, N), tall, flat = part.v.shape[:2], how.tall, part._replace(v=None).each(merged)
     saved, (zq, RX), reads, balls = grouped(kept, (3, 2, len(tall)))
     dCs, C, M0 = [c.new_empty(count + 1, *c.shape[1:]) for c in C], [merged(c) for c in C], [m[: count * N] for m in M0]
     W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])

@@ -1614,7 +1614,7 @@ def test_chunk_steps_compile_whole(preset, monkeypatch):
     Limits of torch._dynamo belong to a thread, and on CUDA gradients have one of their own: there the ninth shape would be eager.
     """
     plain_again(monkeypatch)
-    model, x, limits, empty = shaken(small(preset, n_layer=1)), torch.randint(11, (2, 8)), [], chunks.empty_like
+    model, x, limits, empty = shaken(small(preset, n_layer=1, momentum=True)), torch.randint(11, (2, 12)), [], chunks.empty_like
     gradient = lambda loss: torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     plain = gradient(model(x)[0].square().mean())
     monkeypatch.setattr(chunks, "empty_like", lambda a: limits.append(torch._dynamo.config.recompile_limit) or empty(a))     # in backward
@@ -4437,7 +4437,9 @@ MUTANTS = [
     ("gradient of a chunk: momentum's share of the last W", "chunks.py", "dC[:, 1].addcmul_(dto[:, 0], across)", "pass",
      "test_omega_is_omega_ref[titans]"),
     ("gradient of a chunk: what it hands on keeps nothing", "chunks.py", "    dC.addcmul_(dto, ends)\n", "", "test_omega_is_omega_ref[titans]"),
-    ("gradient of a chunk: keep of the whole chunk", "chunks.py", "plus(dends, kept.sum(", "plus(dends, 0 * kept.sum(", "test_omega_is_omega_ref[titans]"),
+    ("gradient of a chunk: keep of the whole chunk", "chunks.py", "plus(dends, of.diag", "plus(dends, 0 * of.diag", "test_omega_is_omega_ref[titans]"),
+    ("gradient of a chunk: u of W from S", "chunks.py", "of[:, :1, 1:]", "of[:, 1:, :1]", "test_omega_is_omega_ref[titans]"),
+    ("compiled: W on S for S on W", "chunks.py", "(a[:, :, None] * b[:, None])", "(a[:, None] * b[:, :, None])", "test_chunk_steps_compile_whole"),
     ("gradient of a chunk: its keep at its end", "chunks.py", "dots(reads[i], d", "0 * dots(reads[i], d",
      "test_omega_is_omega_ref[titans]"),
     ("gradient of a chunk: to the weights it takes gradients at", "chunks.py", "            c[:, 0].add_(w)", "            pass",
