@@ -88,13 +88,23 @@ class How(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------------
 # The products of a chunk.
 
+def products(rule, device):
+    """Within, products are taken in `rule.dtype`: torch casts what they multiply."""
+    return torch.autocast(device.type, rule.dtype, enabled=rule.dtype is not None)
+
+
+def exact(a):
+    """Within, products are taken in the precision of what they multiply."""
+    return torch.autocast(a.device.type, enabled=False)
+
+
 def turn(a, tall):
     return a.mT if tall else a
 
 
-def lay(group, tall, B):
-    """Matrices (B, H, in, out) or (H, in, out) -> (B H, k, wide): the narrow side first, so the `tall` ones are transposed."""
-    return [turn(a, t).expand(B, *a.mT.shape[-3:-2], -1, -1).flatten(0, 1) for a, t in zip(group, tall)]
+def lay(group, tall):
+    """Matrices (B, H, in, out) or (H, in, out) -> (B H, k, wide) or (H, k, wide): the narrow side first, so the `tall` ones are transposed."""
+    return [turn(a, t).contiguous().flatten(0, -3) for a, t in zip(group, tall)]
 
 
 def unlay(group, tall, B):
@@ -104,7 +114,7 @@ def unlay(group, tall, B):
 
 def scaled(a, coef):
     """Rows a (N, n, k), their numbers coef (N, n, s, 1) -> (N, n, s k): a row times the first of its numbers, then times the next."""
-    return (coef * a[:, :, None]).flatten(2)
+    return memory.cast((coef * a[:, :, None]).flatten(2), a.dtype)
 
 
 def combined(t, coef, into=None):
@@ -112,7 +122,7 @@ def combined(t, coef, into=None):
     its place, if that is given.
     """
     t, coef = t.unflatten(2, (coef.shape[2], -1)).unbind(2), coef.unbind(2)
-    y = t[0] * coef[0] if into is None else into.addcmul_(t[0], coef[0])
+    y = memory.cast(t[0] * coef[0], t[0].dtype) if into is None else into.addcmul_(t[0], coef[0])
     for i in range(1, len(t)):
         y = y.addcmul_(t[i], coef[i])
     return y
@@ -140,13 +150,32 @@ def write(X, D, last, tall, out=None):
     last (N, n, s, 1) are those rows of P and G; with Newton-Schulz the s = r rows of G.
     """
     a, b = (D, X) if tall else (X, D)
-    return torch.bmm(scaled(a, last).mT, b, out=out)
+    a = scaled(a, last).mT
+    return torch.bmm(a, b) if out is None else memory.product_to(out, a, b)
 
 
-def gradient_point(tall, M0, W):
-    """The weights to take gradients at, M0 + W, as memory.gradients wants them; both as `lay` has them, or empty for zero."""
-    both = [m + w for m, w in zip(M0, W)] if M0 and W else M0 or W
-    return [turn(w, t).flatten(0, -3) for w, t in zip(both, tall)]
+def written(part, pairs):
+    """What `write` has for the x of each matrix: those of the pairs, but for the first one's if the Part has others, of `exp` features."""
+    return [x if i or part.xw is None else part.xw for i, (x, _) in enumerate(pairs)]
+
+
+def gradient_point(how, M0, W, N):
+    """The weights to take gradients at, M0 + W, as memory.gradients wants them; M0 (H, k, wide) and W (.., N, k, wide), or empty for zero."""
+    if M0 and W:
+        W = [start_plus(m, w) for m, w in zip(M0, W)]
+    elif M0:
+        W = [m.expand(N // len(m), -1, -1, -1).flatten(0, 1) for m in M0]
+    return [turn(memory.cast(w, how.rule.dtype), t).flatten(0, -3) for w, t in zip(W, how.tall)]
+
+
+def start_plus(m, w):
+    """M0 (H, k, wide) + W (.., N, k, wide)."""
+    return m + w if w.shape[-3] == len(m) else (m + w.unflatten(-3, (-1, len(m)))).flatten(-4, -3)
+
+
+def of_heads(d, m):
+    """The gradient of M0 (H, ..), for that of each of its copies (.. H, ..)."""
+    return d if d.shape == m.shape and d.dtype == m.dtype else d.unflatten(0, (-1, len(m))).sum(0, dtype=m.dtype)
 
 
 def carry(to, C, ends, across):
@@ -154,6 +183,11 @@ def carry(to, C, ends, across):
     to.addcmul_(C, ends)
     if across is not None:
         to[:, 0].addcmul_(C[:, 1], across)
+
+
+def in_own_precision(part, C, copy):
+    """C, or a copy of it in the precision of gates and of fast weights, if it is kept in that of products."""
+    return C if C.dtype == part.coef.dtype else copy(C, dtype=part.coef.dtype)
 
 
 def ball_factors(rule, W, tall, count):
@@ -190,20 +224,23 @@ def learn_chunk(how, part, M0, C, anchor, after):
         W *= ball / |W|                                                 choice 22, where the chunk ends, if |W| is above the ball
 
     C and `after`: W and S of each matrix, (N, s, k, wide) as `lay` has them. C = [] stands for zeros, M0 = [] for none, anchor = [] for the
-    W of C. -> flat, all tensors, for the gradient: z and f of memory.gradients; d of every matrix; x of every one but the first; balls.
+    W of C. -> W and S in their own precision (`after` itself, but with a rule.dtype); flat, all tensors, for the gradient: z and f of
+    memory.gradients; d of every matrix; x of every one but the first; balls.
     """
     rule, tall, closes, _ = how
-    W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
+    W = gradient_point(how, M0, anchor or [c[:, 0] for c in C], len(part.v))
     pairs, (z, f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)        # Eq 16: all at the anchor
-    balls = []
-    for i, ((x, d), end) in enumerate(zip(pairs, after)):
-        write(x if i or part.xw is None else part.xw, d, part.last, tall[i], end.flatten(1, 2))
+    balls, ends = [], [in_own_precision(part, a, torch.empty_like) for a in after]
+    for i, (x, (_, d), end) in enumerate(zip(written(part, pairs), pairs, ends)):
+        write(x, d, part.last, tall[i], end.flatten(1, 2))
         if C:
             carry(end, C[i], part.ends, part.across)
         if closes and rule.ball:
             balls.append(ball_factors(rule, end[:, 0], tall[i], 1 if i else firsts(rule)))
             end[:, 0].mul_(balls[i])
-    return z, f, *(d for _, d in pairs), *(x for x, _ in pairs[1:]), *balls
+        if rule.dtype:
+            after[i].copy_(end)
+    return ends, (z, f, *(d for _, d in pairs), *(x for x, _ in pairs[1:]), *balls)
 
 
 def read_chunks(how, part, pairs, C, M0):
@@ -230,20 +267,26 @@ def plain_chunks(how, parts, M0, C, anchor, kept=None):
     """All chunks -> what is read (chunks, N, c, D), C at the end. `kept` gets what the gradient needs: first C before each chunk and
     after the last (chunks + 1, N, ..), then of each stretch.
     """
-    (count, N, n, D), c, s, cuts = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2], stretches(parts, C or M0, not C)
+    (count, N, n, D), c, s, alone = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2], not C
+    cuts = stretches(parts, C or M0, alone)
     room = 1 + (count if kept is not None else longest(cuts))
-    Cs = [w.new_empty(room, N, s, *w.shape[-2:]) for w in C or M0]
+    Cs = [w.new_empty(room, N, s, *w.shape[-2:], dtype=how.rule.dtype) for w in C or M0]
     for a, b in zip(Cs, C):
         a[0] = b
     if kept is not None:
         kept.append(Cs)
-    y, ones, starts = parts.v.new_empty(N, count, c, D).transpose(0, 1), parts.split(), repeated(M0, longest(cuts))
+    y, ones, starts = parts.v.new_empty(N, count, c, D).transpose(0, 1), parts.split(), repeated(how, M0, N, longest(cuts))
     for now in cuts:
         at, size = now.start if kept is not None else 0, now.stop - now.start    # without a gradient to come, all stretches share the room of one
-        zero = not C and not now.start                        # W and S before this stretch, then of one chunk: no products with them
+        zero = alone and not now.start                        # W and S before this stretch, then of one chunk: no products with them
         part, learned, slots = parts.each(lambda a: a[now]), [], list(zip(*(a[at:].unbind(0) for a in Cs)))
         for j, one in enumerate(ones[now]):
-            learned.append(learn_chunk(how, one, M0, [] if zero else slots[j], anchor, slots[j + 1]))
+            before = [] if zero else slots[j]
+            if how.rule.dtype:                                # C itself goes on in its own precision; what is kept of it is half as much to read
+                C, saved = learn_chunk(how, one, M0, C, anchor or [w[:, 0] for w in before], slots[j + 1])
+            else:
+                C, saved = learn_chunk(how, one, M0, before, anchor, slots[j + 1])
+            learned.append(saved)
         z, f, *more = (joined(one) for one in zip(*learned))
         part = part._replace(v=None).each(merged)             # reading needs no v, which this might copy
         errors, rows, balls = grouped(more, (len(how.tall), len(how.tall) - 1))
@@ -256,7 +299,7 @@ def plain_chunks(how, parts, M0, C, anchor, kept=None):
         elif now.stop < count:
             for a in Cs:
                 a[0] = a[size]
-    return y, [c.clone() for c in slots[size]]
+    return y, [c.clone() for c in C]
 
 
 def plain_run(rule, state, parts, B):
@@ -267,7 +310,7 @@ def plain_run(rule, state, parts, B):
     count, c = len(parts.v), parts.xq.shape[2]
     groups = [memory.pack(group) for group in (state.M0, state.W, state.S, state.anchor)]
     tall = tuple(w.shape[-2] > w.shape[-1] for w in groups[1])
-    M0, W, S, anchor = (lay(group, tall, B) for group in groups)
+    M0, W, S, anchor = (lay(group, tall) for group in groups)
     C = [] if state.zero else [torch.stack(ws, 1) for ws in zip(*([W, S] if S else [W]))]
     if state.zero or not state.pos:                           # the anchor is W
         anchor = []
@@ -344,11 +387,11 @@ def muon_learn(how, part, M0, fast, anchor):
     """
     (rule, tall, closes, pos), (W, S, sums, O) = how, fast
     r, c, G = part.G.shape[1], part.xq.shape[1], part.G.mT.contiguous()[..., None]
-    at = memory.pack(gradient_point(tall, M0, anchor or W))
+    at = memory.pack(gradient_point(how, M0, anchor or W, len(part.v)))
     pairs, saved = memory.gradients(rule.memory, rule.loss, at, part.xk, part.v, rule.norm)      # Eq 16: all at the anchor
     rows = []
     for i, (x, d) in enumerate(unpacked_pairs(rule, pairs)):
-        s = write(x, d, G, tall[i]).unflatten(1, (r, -1))     # all rows in one product
+        s = memory.cast(write(x, d, G, tall[i]), G.dtype).unflatten(1, (r, -1))   # all rows in one product
         if S:
             s.addcmul_(part.momprod[..., None], S[i][:, None])                   # Eq 33
         if sums and pos:
@@ -365,12 +408,15 @@ def muon_learn(how, part, M0, fast, anchor):
         sums = [s[:, -1] for s in rows]
     new, ns = seen, []
     if seen[0].shape[1]:
-        new, ns = orthogonalize(seen, *rule.newton_schulz(), rule.ns_gram)
+        with exact(seen[0]):
+            new, ns = orthogonalize(seen, *rule.newton_schulz(), rule.ns_gram)
     if O:
         new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
     if not W and new[0].shape[1] > 1:
         W = [torch.zeros_like(o[:, 0]) for o in new]
-    held, W = zip(*(advance_blocks(part.shares, nth_or_none(W, i), o) for i, o in enumerate(new)))
+    with exact(new[0]):
+        held, W = zip(*(advance_blocks(part.shares, nth_or_none(W, i), o) for i, o in enumerate(new)))
+    held = [memory.cast(h, rule.dtype) for h in held]
     balls = []
     if closes and rule.ball:
         balls = [ball_factors(rule, w, t, 1) for w, t in zip(W, tall)]
@@ -416,7 +462,7 @@ def muon_chunks(how, parts, M0, anchor, *fast, kept=None):
     (count, N, _, D), c, ones = parts.v.shape, parts.xq.shape[2], parts.split()
     y, fast = parts.v.new_empty(N, count, c, D).transpose(0, 1), Fast(*fast)
     cuts = stretches(parts, fast.W or M0, not fast.W)
-    starts = repeated(M0, longest(cuts), parts.coef.shape[2])
+    starts = repeated(how, M0, N, longest(cuts), parts.coef.shape[2])
     for now in cuts:
         held, learned = [], []
         for one in ones[now]:
@@ -439,7 +485,7 @@ def muon_run(rule, state, parts, B):
     rule = rule._replace(ns_gram=rule.ns_gram and exact_products(parts.v.device))
     how = How(rule, tall, (pos + c) % rule.chunk == 0, pos % rule.muon_every)
     M0, W, S, sums, O, anchor = (
-        lay(group, tall, B) for group in (state.M0, state.W, state.S, state.sums, state.O, state.anchor))
+        lay(group, tall) for group in (state.M0, state.W, state.S, state.sums, state.O, state.anchor))
     if rule.muon_every > 1 and not sums:                      # no block before the first: 0, for NS(0), and nothing is written
         O = [torch.zeros_like(w) for w in W]
     if state.zero:
@@ -476,9 +522,9 @@ def longest(cuts):
     return max(now.stop - now.start for now in cuts)
 
 
-def repeated(M0, count, blocks=1):
-    """Each (N, k, wide) for so many chunks and blocks of them -> (count N blocks, k, wide)."""
-    return [m[None, :, None].expand(count, -1, blocks, -1, -1).flatten(0, 2) for m in M0]
+def repeated(how, M0, N, count, blocks=1):
+    """Each (H, k, wide) for so many chunks of N, and blocks of them, for products -> (count N blocks, k, wide)."""
+    return [memory.cast(m, how.rule.dtype)[None, :, None].expand(count * N // len(m), -1, blocks, -1, -1).flatten(0, 2) for m in M0]
 
 
 def merged(a):
@@ -548,7 +594,7 @@ class Chunks(torch.autograd.Function):
         if dy is None:                                        # what was read is not used
             dy = parts.v.new_zeros(*parts.xq.shape[:3], parts.v.shape[-1])
         grads = parts.each(empty_like)
-        with torch.autocast(dy.device.type, enabled=False), below_autograd():                    # as in forward (models.py)
+        with products(ctx.how.rule, dy.device), below_autograd():                                # as in forward (omega.omega)
             dgroups = ctx.gradient(ctx.how, parts, grads, kept, dy, dafter, *groups)
         return None, None, None, None, *grads, *(a for group in dgroups for a in group)
 
@@ -583,6 +629,17 @@ def put(grads, **fields):
         to = getattr(grads, name)
         if to is not None:
             to.zero_() if value is None else to.copy_(value if value.shape == to.shape else value.view_as(to))
+
+
+def put_products(to, pairs, start=None):
+    """to = start + the sum of g W^T, the gradient of x where each g is that of x W; `to` lies as x does (memory.transposed_product)."""
+    if start is not None:
+        to.copy_(start)
+    for g, W in pairs:
+        out, a, b = (to.mT, W, g.mT) if memory.feature_major(to) else (to, g, W.mT)
+        start = memory.product_to(out, a, b) if start is None else memory.add_product(out, a, b)
+    if start is None:
+        to.zero_()
 
 
 def dots(t, a):
@@ -634,58 +691,65 @@ class Learned(NamedTuple):
     again: memory.Recomputed
     writes: list                                              # the x that `write` had of each matrix
     rows: list                                                # what it made of the narrow side by `scaled`
-    balls: list
+    balls: list                                               # what bounds each W before the chunk
     dd: list                                                  # the gradient of each d
     da: torch.Tensor | None                                   # and of the last x; None for a linear memory
 
 
-def learn_chunk_backward(how, part, learned, carried, dC, dafter):
+def learn_chunk_backward(how, part, learned, carried, dC, dafter, low):
     """The gradient of learn_chunk, as far as it has to go from chunk to chunk.
 
-    dafter: that of W and S after the chunk, or () for none; in its place it becomes that of W and S before the ball. dC (of W and S before
-    the chunk), dd and da hold what reading has said of them, and this adds to it. `carried`: the weights at which the chunk took gradients
-    hold the W of C, so their gradient is also C's.
-    -> gradients of v and of W; dz, where dz W[0]^T is the rest of that of xk; products with dafter that write_rest_backward can use.
+    dafter: that of W and S after the chunk, before the ball, or () for none; `low` is the same for products, in rule.dtype. dC (of W and S
+    before the chunk), dd and da hold what reading has said of them, and this adds to it. `carried`: the weights at which the chunk took
+    gradients hold the W of C, so their gradient is also C's.
+    -> the dafter of the chunk before (dC itself, but with a rule.dtype: then dC becomes its `low`); gradients of v and W; dz,
+    where dz W[0]^T is the rest of that of xk; the gradient of last, but for a first matrix that is not tall.
     """
-    (rule, tall, *_), (again, writes, rows, balls, dd, da), reads = how, learned, []
-    for i, (x, end) in enumerate(zip(writes, dafter)):
-        if balls:
-            end[:, 0].mul_(balls[i])
+    (rule, tall, *_), (again, writes, rows, balls, dd, da), dlast = how, learned, None
+    if torch.compiler.is_compiling():                         # else what becomes of them would be written back
+        dd, da = [d.clone() for d in dd], None if da is None else da.clone()
+    dlow, dC = dC, [in_own_precision(part, d, torch.Tensor.to) for d in dC]
+    for i, (x, end) in enumerate(zip(writes, low)):
         if dC:
-            carry_backward(end, dC[i], part.ends, part.across)
+            carry_backward(dafter[i], dC[i], part.ends, part.across)
         end = end.flatten(1, 2)
+        d = again.pairs[i][1]
         if tall[i]:
-            reads.append(torch.bmm(x, end.mT))
-            combined(reads[-1], part.last, dd[i])
+            reads = torch.bmm(x, end.mT)
+            dlast = plus(dlast, dots(reads, d))
+            combined(reads, part.last, dd[i])
             if i:
                 memory.add_product(da, rows[i], end)
         else:
             memory.add_product(dd[i], rows[i], end)
             if i:
-                reads.append(torch.bmm(again.pairs[i][1], end.mT))
-                combined(reads[-1], part.last, da)
+                reads = torch.bmm(d, end.mT)
+                dlast = plus(dlast, dots(reads, x))
+                combined(reads, part.last, da)
     dW, dz, dv = memory.gradients_backward(rule.memory, rule.loss, again, part.v, rule.norm, dd, da)
     dW = [memory.outer(group, t) for group, t in zip(dW, tall)]
     if carried:
         for c, w in zip(dC, dW):
             c[:, 0].add_(w)
-    return dv, dW, dz, reads
+    for c, ball in zip(dC, balls):
+        c[:, 0].mul_(ball)
+    for d, c in zip(dlow, dC if rule.dtype else ()):
+        d.copy_(c)
+    return dC, dv, dW, dz, dlast
 
 
-def write_rest_backward(how, part, learned, C, reads, dafter):
+def write_rest_backward(how, part, learned, C, dlast, dafter):
     """The rest of learn_chunk's gradient, for any number of chunks at once; C and dafter (N, s, k, wide) of each matrix, before and after.
 
-    -> gradients of the x of the first `write`, and of the last, ends, across of Part. `reads`: what learn_chunk_backward had of them.
+    -> gradients of the x of the first `write` (None if it is tall: that is a product), and of the last, ends, across of Part. dlast: what
+    learn_chunk_backward has of it.
     """
-    tall, dlast, dends, dacross = how.tall, None, None, None
+    tall, dx, dends, dacross = how.tall, None, None, None
     for i, (x, (_, d), dto) in enumerate(zip(learned.writes, learned.again.pairs, dafter)):
         end = dto.flatten(1, 2)
         if not i and not tall[i]:
-            reads = (torch.bmm(d, end.mT), *reads)
-            dx = combined(reads[0], part.last)
-        elif not i:
-            dx = memory.transposed_product(learned.rows[0], end.mT, x)
-        dlast = plus(dlast, dots(reads[i], d if tall[i] else x))
+            reads = torch.bmm(d, end.mT)
+            dx, dlast = combined(reads, part.last), plus(dlast, dots(reads, x))
         if C:                                                 # the gradient of `carry`
             of = overlaps(dto, C[i])
             dends = plus(dends, of.diagonal(dim1=1, dim2=2)[..., None, None])
@@ -694,14 +758,16 @@ def write_rest_backward(how, part, learned, C, reads, dafter):
     return dx, dlast, dends, dacross
 
 
-def read_chunks_backward(how, part, W, saved, C, M0, zq, RX, reads, dz):
-    """The gradient of read_chunks -> those of part, M0, each d and the last x; the pairs, as memory.Recomputed; the gradient of C.
+def read_chunks_backward(how, part, grads, W, saved, C, M0, zq, RX, reads, dz):
+    """The gradient of read_chunks -> that of M0, of each d and of the last x; the pairs, as memory.Recomputed; what `write` made of the narrow
+    side; the gradient of C, and of xk: pairs (a, b) whose product is a^T b, that of xk only if it had a part in qk. Of part: to `grads`.
 
-    W: the weights at which the chunks took gradients, `saved` what memory.gradients left. Of each C as a pair (a, b) whose product is a^T b.
+    W: the weights at which the chunks took gradients, `saved` what memory.gradients left.
     """
     (rule, tall, *_), again = how, memory.gradients_again(how.rule.memory, W, part.xk, saved)
     dM0, dd, dC = ([None] * len(tall) for _ in range(3))
-    dcoef = dP = dxk = dqk = da = None
+    dcoef = dP = dqk = da = None
+    dxk = []
     for i, (x, d) in reversed(list(enumerate(again.pairs))):
         if i:
             rows = memory.hidden(rule.memory, zq)
@@ -715,58 +781,67 @@ def read_chunks_backward(how, part, W, saved, C, M0, zq, RX, reads, dz):
         if not i and part.qk is not None:
             dqk = dRX
             continue
-        drows, dX = memory.add_product(drows, dRX, x), torch.bmm(dRX.mT, rows)   # RX = R X^T
+        drows = memory.add_product(drows, dRX, x)             # RX = R X^T
         if i:
-            da, dz = dX, memory.hidden_backward(rule.memory, zq, drows)
+            da, dz = torch.bmm(dRX.mT, rows), memory.hidden_backward(rule.memory, zq, drows)
         else:
-            dxk = dX
-    return Part(xq=drows, xk=dxk, v=None, xw=None, qk=dqk, coef=dcoef, P=dP), dM0, dd, da, again, dC
+            dxk = [(dRX, rows)]
+    put(grads, xq=drows, qk=dqk, P=dP, coef=dcoef)
+    rows = [scaled(d if t else x, part.last) for x, (_, d), t in zip(written(part, again.pairs), again.pairs, tall)]
+    return dM0, dd, da, again, rows, dC, dxk
 
 
-def plain_stretch_backward(how, part, ones, grads, kept, dy, dafter, M0, C, anchor):
+def of_stretch(how, kept):
+    """What plain_chunks keeps of a stretch: that of memory.gradients; zq and RX; the reads; balls, if there are any."""
+    return grouped(kept, (3, 2, len(how.tall)))
+
+
+def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, starts, C, anchor):
     """The gradient of one stretch of chunks (`part`, one by one in `ones`) -> those of M0, of C before it, of the anchor.
 
-    M0 is `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter is that of C after the stretch, or ().
+    starts: M0 `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter is that of C after the stretch, or (); balls
+    bounded each W before a chunk.
     """
     (count, N), tall, flat = part.v.shape[:2], how.tall, part._replace(v=None).each(merged)
-    saved, (zq, RX), reads, balls = grouped(kept, (3, 2, len(tall)))
-    dCs, C, M0 = [c.new_empty(count + 1, *c.shape[1:]) for c in C], [merged(c) for c in C], [m[: count * N] for m in M0]
-    W = gradient_point(tall, M0, anchor or [c[:, 0] for c in C])
-    out, dM0, dd, da, again, pairs = read_chunks_backward(
-        how, flat, W, saved, [c.flatten(1, 2) for c in C], M0, zq, RX, reads, merged(dy))
+    saved, (zq, RX), reads, _ = of_stretch(how, kept)
+    dCs, at = [c.new_empty(count + 1, *c.shape[1:]) for c in C], anchor or [c[:, :, 0] for c in C]
+    W, C, starts = gradient_point(how, M0, at, N), [merged(c) for c in C], [m[: count * N] for m in starts]
+    dM0, dd, da, again, rows, pairs, dxk = read_chunks_backward(
+        how, flat, grads.each(merged), W, saved, [c.flatten(1, 2) for c in C], starts, zq, RX, reads, merged(dy))
     for d, (a, b) in zip(dCs, pairs):                         # not in there: compiled, that would be a copy more
-        torch.bmm(a.mT, b, out=merged(d[:count]).flatten(1, 2))
-    put(grads, xq=out.xq, qk=out.qk, P=out.P, coef=out.coef)
-    dM0 = [d.unflatten(0, (count, N)).sum(0) for d in dM0] if M0 else []
+        memory.product_to(merged(d[:count]).flatten(1, 2), a.mT, b)
+    dM0 = [of_heads(d, m) for d, m in zip(dM0, M0)]
 
-    writes = [x if i or flat.xw is None else flat.xw for i, (x, _) in enumerate(again.pairs)]
-    rows = [scaled(d if t else x, flat.last) for x, (_, d), t in zip(writes, again.pairs, tall)]
-    learned = Learned(again, writes, rows, balls, dd, da)
+    learned = Learned(again, written(flat, again.pairs), rows, balls, dd, da)
     many = separate(learned, count)
-    slots, last = [(), dafter], dafter                        # that of C before each chunk and after the last
-    if C:
-        slots, last = list(zip(*(d.unbind(0) for d in dCs))), [merged(d[1:]) for d in dCs]
-        for i, d in enumerate(slots[-1]):
-            d.copy_(dafter[i]) if dafter else d.zero_()
-        if count == 1 and not dafter:                         # nothing to do
-            slots[-1] = last = ()
+    if C and count > 1 and not dafter:
+        dafter = [torch.zeros_like(d[-1], dtype=part.coef.dtype) for d in dCs]
+    slots = list(zip(*(d.unbind(0) for d in dCs))) or [(), ()]                   # that of C before each chunk and after the last, for products
+    if C and dafter:
+        for d, given in zip(slots[-1], dafter):
+            d.copy_(given)
+        last, dafter = [merged(d[1:]) for d in dCs], dafter if how.rule.dtype else slots[-1]
+    else:
+        slots[-1] = last = [memory.cast(d, how.rule.dtype) for d in dafter]
     dvs, rest = grads.v.unbind(0), []
     for j in reversed(range(count)):
-        dv, dW, *more = learn_chunk_backward(how, ones[j], many[j], bool(C and not anchor), slots[j], slots[j + 1])
+        dafter, dv, dW, *more = learn_chunk_backward(how, ones[j], many[j], bool(C and not anchor), slots[j], dafter, slots[j + 1])
         dvs[j].copy_(dv)
-        dM0 = [m.add_(w) for m, w in zip(dM0, dW)]
+        dM0 = [m.add_(of_heads(w, m)) for m, w in zip(dM0, dW)]
         rest.append(more)
-    dz, reads = zip(*reversed(rest))
-    dz, reads = joined(dz), [joined(a) for a in zip(*reads)]
-    dx = dlast = dends = dacross = None
-    if last:
-        dx, dlast, dends, dacross = write_rest_backward(how, flat, learned, C, reads, last)
-    if flat.xw is None and dx is not None:
-        dx, dxw = dx if out.xk is None else dx.add_(out.xk), None
+    dz, dlast = (joined(a) for a in zip(*reversed(rest)))
+    dx = dends = dacross = None
+    if last and (C or not tall[0]):                           # else that has nothing to do
+        dx, dlast, dends, dacross = write_rest_backward(how, flat, learned, C, dlast, last)
+    to_xw = [(rows[0], last[0].flatten(1, 2).mT)] if last and tall[0] else []
+    to_xk = [(a.mT, b.mT) for a, b in dxk] + [(dz, W[0])]
+    if flat.xw is None:
+        put_products(merged(grads.xk), to_xw + to_xk, dx)
     else:
-        dx, dxw = out.xk, dx
-    put(grads, xk=memory.transposed_product(dz, W[0], flat.xk, dx), xw=dxw, last=dlast, ends=dends, across=dacross)
-    return dM0, slots[0], dW if anchor else []
+        put_products(merged(grads.xw), to_xw, dx)
+        put_products(merged(grads.xk), to_xk)
+    put(grads, last=dlast, ends=dends, across=dacross)
+    return dM0, dafter, dW if anchor else []
 
 
 def plain_chunks_backward(how, parts, grads, kept, dy, dafter, M0, C, anchor):
@@ -776,16 +851,19 @@ def plain_chunks_backward(how, parts, grads, kept, dy, dafter, M0, C, anchor):
     """
     Cs, *kept = kept
     if any(d is not None for d in dafter):                    # the state at the end is used
-        dafter = [torch.zeros_like(c[-1]) if d is None else d.clone() for c, d in zip(Cs, dafter)]
+        dafter = [torch.zeros_like(c[-1], dtype=parts.ends.dtype) if d is None else d.clone() for c, d in zip(Cs, dafter)]
     else:
         dafter = ()
-    cuts, dM0, ones = stretches(parts, C or M0, not C), [None] * len(M0), parts.split()
-    starts = repeated(M0, longest(cuts))
+    cuts, dM0, ones, N = stretches(parts, C or M0, not C), [None] * len(M0), parts.split(), parts.v.shape[1]
+    starts, balls = repeated(how, M0, N, longest(cuts)), [torch.cat(a) for a in zip(*(of_stretch(how, one)[3] for one in kept))]
+    for d, ball in zip(dafter, balls):
+        d[:, 0].mul_(ball[-N:])
+    balls = [torch.cat([torch.ones_like(ball[:N]), ball[:-N]]) for ball in balls]                # of W before each chunk, where its gradient is made
     for now, one in reversed(list(zip(cuts, kept))):
         first = not now.start
         more, dafter, danchor = plain_stretch_backward(
-            how, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), one, dy[now], dafter,
-            starts, [] if first and not C else [c[now] for c in Cs], anchor)
+            how, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), one,
+            [ball[N * now.start: N * now.stop] for ball in balls], dy[now], dafter, M0, starts, [] if first and not C else [c[now] for c in Cs], anchor)
         dM0 = [b if a is None else a.add_(b) for a, b in zip(dM0, more)]
     return dM0, dafter, danchor
 
@@ -832,6 +910,7 @@ def muon_learn_backward(how, part, learned, again, held, dheld, dfast):
     new, before = [], []
     for i, (one, done) in enumerate(zip(held, dheld)):
         more, d, w = advance_blocks_backward(part.shares, one, done, dW[i] * balls[i] if balls else dW[i])
+        d = memory.cast(d, G.dtype)
         if dO:
             d[:, -1].add_(dO[i])
         dshares = plus(dshares, more)
@@ -841,7 +920,8 @@ def muon_learn_backward(how, part, learned, again, held, dheld, dfast):
     if new[0].shape[1] > count:                               # the first block had an O
         dO, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     if count:
-        new = orthogonalize_backward(seen, ns, new, *rule.newton_schulz(), rule.ns_gram)
+        with exact(new[0]):
+            new = orthogonalize_backward(seen, ns, new, *rule.newton_schulz(), rule.ns_gram)
     if rule.muon_every > 1 and not dO:                        # else NS of the sums before it
         dbefore, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     drows = [torch.cat(ds, 1) for ds in zip(new, *([d[:, None] for d in ds] for ds in (dsums, dS) if ds))]
@@ -891,9 +971,9 @@ def muon_stretch_backward(how, part, grads, read, saved, dy, M0, anchor, starts)
     dC, dcoef, dM0, dxq = muon_read_backward(how, C, coef, starts, part.xq, z, reads, dy)
     put(grads, xq=dxq, coef=F.pad(dcoef, (0, 0, 2 - s, 0)))
     dC = [d.view_as(h) for d, h in zip(dC, held)]
-    dM0 = [d.view(count, -1, blocks, *d.shape[1:]).sum((0, 2)) for d in dM0] if M0 else []
+    dM0 = [d.view(-1, len(m), blocks, *d.shape[1:]).sum((0, 2), dtype=m.dtype) for d, m in zip(dM0, M0)]
     W = [h[:, 0, 0].unflatten(0, (count, -1)) for h in held] if s == 2 else []
-    at = memory.pack(gradient_point(how.tall, M0, anchor or W))
+    at = memory.pack(gradient_point(how, M0, anchor or W, part.v.shape[0] // count))
     again = memory.gradients_again(how.rule.memory, at, part.xk, [joined(a) for a in zip(*saved)])
     return separate((again, held, dC), count), dM0
 
@@ -919,7 +999,7 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
     zeros = lambda h, *inner: h.new_zeros(parts.v.shape[1], *inner, *h.shape[-2:])[(slice(None), *(0 for _ in inner))]
     inner = ((), (), read[-1][0].shape[1:2], ()) if Chunks.compiled else [()] * 4
     dfast = Fast(*([zeros(h, *i) if d is None else d for h, d in zip(read[-1], ds)] for ds, i in zip(after, inner)))
-    dM0, starts = [None] * len(M0), repeated(M0, longest(cuts), parts.coef.shape[2])
+    dM0, starts = [None] * len(M0), repeated(how, M0, parts.v.shape[1], longest(cuts), parts.coef.shape[2])
     ones, onegrads = parts.split(), grads.split()
     for now, one in reversed(list(zip(cuts, read))):
         part, some = parts.each(lambda a: merged(a[now])), grads.each(lambda a: a[now])
@@ -928,7 +1008,7 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
         for j in reversed(range(now.start, now.stop)):
             named, dfast, dat = muon_learn_backward(how, ones[j], learned[j], *each[j - now.start], dfast)
             put(onegrads[j], **named)
-            dM0 = [m.add_(d) for m, d in zip(dM0, dat)]
+            dM0 = [m.add_(of_heads(d, m)) for m, d in zip(dM0, dat)]
             if not anchor:
                 dfast = dfast._replace(W=[w.add_(d) for w, d in zip(dfast.W, dat)])
     dW, dS, dsums, dO = dfast

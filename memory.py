@@ -278,9 +278,19 @@ def outer(pairs, flip=False):
 
 def add_product(y, a, b):
     """y + a b, in the place of y: torch.baddbmm alone would begin with a copy, and torch's counter of FLOPs does not see baddbmm_."""
-    if torch.compiler.is_compiling():                         # inductor copies y for baddbmm, but makes this sum part of what comes next
-        return y.add_(torch.bmm(a, b))
+    if torch.compiler.is_compiling() or not y.dtype == a.dtype == b.dtype:       # autocast leaves `out` alone; inductor copies y for
+        return y.add_(torch.bmm(a, b))                        # baddbmm, but makes this sum part of what comes next
     return torch.baddbmm(y, a, b, out=y)
+
+
+def cast(a, dtype):
+    """a in that precision, None for its own. (torch's `to` takes a microsecond to find that there is nothing to do: 2 % of a chunk.)"""
+    return a if dtype is None or a.dtype == dtype else a.to(dtype)
+
+
+def product_to(out, a, b):
+    """out = a b, in the place of out, which autocast leaves alone."""
+    return torch.bmm(a, b, out=out) if out.dtype == a.dtype == b.dtype else out.copy_(torch.bmm(a, b))
 
 
 def transposed_product(g, W, x, into=None):

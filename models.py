@@ -74,6 +74,8 @@ class Config:
                           hint="; --no-muon for none")
     ns_steps: int = opt(5, "Newton-Schulz iterations", low=1)
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", choices=tuple(COEFFICIENTS))
+    memory_dtype: str = opt("float32", "precision of the memory's products and of what they multiply, for long chunks on GPUs; weights stay float32",
+                            choices=("float32", "bfloat16"))
     ns_dtype: str = opt("float32", "precision inside of Newton-Schulz; bfloat16: for GPUs", choices=("float32", "bfloat16"))
     ns_straight_through: bool = opt(False, "send the outer gradient past Newton-Schulz instead of through it")
     features: str = opt("monomial", "feature map phi of keys and queries", choices=FEATURES)
@@ -121,6 +123,7 @@ class Config:
             muon_every=min(self.muon_every, self.chunk) if self.muon else 0, ns_steps=self.ns_steps,
             ns_coefficients=self.ns_coefficients, straight_through=self.ns_straight_through,
             ns_dtype=torch.bfloat16 if self.ns_dtype == "bfloat16" else None,
+            dtype=torch.bfloat16 if self.memory_dtype == "bfloat16" else None,
             forget=self.forget, norm=self.memory_norm, ball=self.max_norm)
 
 
@@ -226,7 +229,7 @@ class ShortConv(torch.autograd.Function):
 
 def convolved(before, x, taps):
     """ShortConv for torch.compile, which makes one kernel of these lines, and few of their gradient."""
-    seen, T = torch.cat([before, x], 1).to(taps.dtype), x.shape[1]
+    seen, T = torch.cat([before.to(x.dtype), x], 1), x.shape[1]                 # cast piece by piece, in the kernel that reads it
     return F.silu(sum(taps[j] * seen[:, j: j + T] for j in range(len(taps))))
 
 
@@ -354,7 +357,7 @@ class Memory(nn.Module):
         """What is projected (B, T, 3 H D) -> q, k of unit length (choice 8), v (B, H, T, D); the last inputs of the convolution."""
         qkv, tail = self.short_conv(qkv, before)
         q, k, v = (at_least_float32(self.heads(a)) for a in qkv.chunk(3, -1))
-        return unit(q), unit(k), v, tail
+        return *(memory.cast(a, self.config.rule().dtype) for a in (unit(q), unit(k), v)), tail
 
     def finish(self, x, y):
         """Norm of each head, output gate, projection: y (B, H, T, D) -> (B, T, n_embd)."""
@@ -371,7 +374,7 @@ class Memory(nn.Module):
         return self.finish(x, y)
 
 
-omega.COMPILED += [(Memory, "rows"), (Features, "forward")]    # passes over all tokens, which are worth a kernel
+omega.COMPILED += [(Memory, "rows"), (omega, "features")]      # passes over all tokens, which are worth a kernel
 
 
 class AttentionState(NamedTuple):

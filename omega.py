@@ -64,6 +64,7 @@ class Rule(NamedTuple):
     norm: bool = False                                        # divide what mlp and gated answer by its RMS  (choice 11)
     ball: float = 0.0                                         # largest norm of a matrix of W at a chunk boundary; 0: none  (choice 22)
     ns_gram: bool = True                                      # Newton-Schulz on Gram matrices, where that pays and products are exact
+    dtype: torch.dtype | None = None                          # of the chunk form's products and of what they multiply; None: as the fast weights
 
     def newton_schulz(self):
         """The arguments of Newton-Schulz."""
@@ -314,7 +315,10 @@ def mixing(rule, gates, pos):
 
     With Newton-Schulz their first token is the pos-th of its block.
     """
-    return muon_mixing(gates, rule.muon_every, pos) if rule.muon_every else plain_mixing(gates)
+    if rule.muon_every:
+        return muon_mixing(gates, rule.muon_every, pos)
+    mix = plain_mixing(gates)
+    return mix | dict(P=memory.cast(mix["P"], rule.dtype))
 
 
 def plain_mixing(gates):
@@ -361,9 +365,16 @@ def muon_mixing(gates, m, pos):
     return dict(coef=torch.stack([cumprod(keep), own], -2), shares=shares, G=G, momprod=momprod)
 
 
+def features(rule, phi, x):
+    """phi(x), in the precision of products."""
+    return memory.cast(phi(x), rule.dtype)
+
+
 def omega(rule, phi, q, k, v, gates, state):
     """The rule of the module docstring, chunk-parallel; arguments and returns of `omega_ref`, any length, any state.
 
+    With a `rule.dtype` all products take and give that, and so do what they multiply and the pairs, tokens and weights that are kept for the
+    gradient; W, S, M0, gates and what sums over chunks stay as they are.
     ValueError for `exp` features with Newton-Schulz: the memory is known by its coefficients alone, the weights it would see are infinite;
     and for a state and gates of which one has momentum.
     """
@@ -371,6 +382,12 @@ def omega(rule, phi, q, k, v, gates, state):
         raise ValueError("exp features have no finite weights for Newton-Schulz; take muon_every = 0")
     if bool(state.S) != (gates.momentum is not None):
         raise ValueError(f"a state {'with' if state.S else 'without'} momentum does not go with gates {'without' if state.S else 'with'} it")
+    with chunks.products(rule, q.device):
+        return chunked(rule, phi, q, k, v, gates, state)
+
+
+def chunked(rule, phi, q, k, v, gates, state):
+    """omega, where products have the precision they are to have."""
     T, idle = q.shape[2], -(rule.window - 1) % 8              # idle pairs, of weight 0, in front: products with a multiple of 8
     w = rule.window + idle                                    # columns are faster (a chunk by 3 - 7 %)
     missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
@@ -378,25 +395,28 @@ def omega(rule, phi, q, k, v, gates, state):
     if missing:
         i = torch.arange(T, device=q.device)[:, None] + torch.arange(w, device=q.device)
         gates = gates._replace(gate=gates.gate * (i >= missing))
-    ks, vs = (torch.cat([F.pad(a, (0, 0, missing, 0)), b], 2) for a, b in ((state.k, k), (state.v, v)))
-    state = state._replace(k=tail(ks, max(T + idle, missing), T), v=tail(vs, max(T + idle, missing), T))
+    low = lambda a: memory.cast(a, rule.dtype)
+    ks, vs = (torch.cat([F.pad(low(a), (0, 0, missing, 0)), low(b)], 2) for a, b in ((state.k, k), (state.v, v)))
+    last = lambda a: memory.cast(tail(a, max(T + idle, missing), T), state.k.dtype)
+    state = state._replace(k=last(ks), v=last(vs))
     targets, xw, M0 = memory.target(rule.memory, rule.loss, ks, vs), None, state.M0
     if phi.kind == "exp":
-        state, xq, xk, xw = write_keys(rule, state, q, k, ks)
+        state, *rows = write_keys(rule, state, q, k, ks)
+        xq, xk, xw = map(low, rows)
 
     ys, t = [], 0
     for length, count in cuts(T, state.pos, rule.chunk):      # the rest of a chunk in progress; whole chunks; a chunk begun
         now, seen = slice(t, t + length * count), slice(t, t + length * count + w - 1)
         tokens = lambda a: by_chunk(a[:, :, now].unflatten(2, (count, length)))                   # (chunks, N, c, ..)
         pairs = lambda a: by_chunk(Overlapping.apply(a[:, :, seen], length, length + w - 1))     # (chunks, N, n, ..)
-        cq, ck, cv = tokens(q), pairs(ks), pairs(targets)
-        cxq, cxk = (phi(cq), phi(ck)) if xw is None else (tokens(xq), pairs(xk))
-        qk = phi.inner(cq, ck) if phi.kind in ("monomial", "exp") and not rule.muon_every else None
+        cq, ck, cv = tokens(low(q)), pairs(ks), pairs(targets)
+        cxq, cxk = (features(rule, phi, cq), features(rule, phi, ck)) if xw is None else (tokens(xq), pairs(xk))
+        qk = low(phi.inner(cq, ck)) if phi.kind in ("monomial", "exp") and not rule.muon_every else None
         mix = mixing(rule, Gates(*(g if g is None else tokens(g) for g in gates)), state.pos % max(1, rule.muon_every))
         parts = chunks.Part(cxq, cxk, cv, None if xw is None else pairs(xw), qk, **mix)
         z, state = (chunks.muon_run if rule.muon_every else chunks.plain_run)(rule, state, parts, len(q))
         z = z.unflatten(1, (len(q), -1)).movedim(0, 2).flatten(2, 3)                              # (B, H, T, D)
-        ys.append(memory.output(rule.memory, z, q[:, :, now], rule.norm))
+        ys.append(memory.cast(memory.output(rule.memory, z, q[:, :, now], rule.norm), q.dtype))
         t = now.stop
     return torch.cat(ys, 2) if ys else torch.zeros_like(v), state._replace(M0=M0)                # the parameters, not what has grown
 

@@ -543,32 +543,66 @@ def test_every_choice_is_compared_with_the_reference():
     assert {name.split(",")[0] for name in features} == set(FEATURES) - {"exp"}                  # which no reference can write out
 
 
-def both_ways(case, ball=0.0, fast=omega):
-    """Outputs, final state and every outer gradient of `fast` are those of omega_ref -> outputs and state, `fast` once more, its inputs."""
+def of_case(case, ball=0.0):
+    """A random problem of EQUAL: rule, phi, inputs, and where the tokens are cut."""
     kind, loss, window, chunk, momentum, muon_every, T, earlier, features = case
     phi, x = problem(kind, loss, window, T + earlier, momentum, features.split(",")[0], degree=3 if "cubic" in features else 2)
     rule = Rule(kind, loss, window, chunk, muon_every, norm="norm" in features, forget="start" if "M0" in features else "zero", ball=ball,
                 ns_steps=6 if "six" in features else 5, straight_through="straight" in features)
     if "rest" in features:                                    # without an S0: the fast form then skips products with zero
         x = {name: a for name, a in x.items() if not name.startswith("S0")}
-    leaves, results = list(x.values()) + list(phi.parameters()), []
-    for fn in (omega_ref, fast):
-        y, state = learn(fn, rule, phi, x, (earlier,) if earlier else ())
-        out = [y, *tensors(state)]
-        torch.manual_seed(1)
-        outer = sum((a * randn(*a.shape)).sum() for a in out)          # a random gradient for everything that comes out
-        results.append((out, torch.autograd.grad(outer, leaves), state.pos))
-    (out, grads, pos), (fast_out, fast_grads, fast_pos) = results
+    return rule, phi, x, (earlier,) if earlier else ()
+
+
+def all_of(fn, rule, phi, x, cuts):
+    """Outputs and final state; every outer gradient; the state's pos."""
+    y, state = learn(fn, rule, phi, x, cuts)
+    out = [y, *tensors(state)]
+    torch.manual_seed(1)
+    outer = sum((a * randn(*a.shape)).sum() for a in out)              # a random gradient for everything that comes out
+    return out, torch.autograd.grad(outer, list(x.values()) + list(phi.parameters())), state.pos
+
+
+def both_ways(case, ball=0.0, fast=omega):
+    """Outputs, final state and every outer gradient of `fast` are those of omega_ref -> outputs and state, `fast` once more, its inputs."""
+    problem = of_case(case, ball)
+    (out, grads, pos), (fast_out, fast_grads, fast_pos) = (all_of(fn, *problem) for fn in (omega_ref, fast))
     assert pos == fast_pos and len(out) == len(fast_out)
     for a, b in zip(fast_out + list(fast_grads), out + list(grads), strict=True):
         close(a, b)
-    return out, lambda: learn(fast, rule, phi, x, (earlier,) if earlier else ()), leaves
+    return out, lambda: learn(fast, *problem), list(problem[2].values()) + list(problem[1].parameters())
 
 
 @pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
 def test_omega_is_omega_ref(case):
     """A fast path that is only nearly the rule, or not differentiable."""
     both_ways(case)
+
+
+@pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
+def test_products_in_half_precision(case):
+    """Rule.dtype: outputs, states and outer gradients are off by what float32 is off, times 2^13 by which float16 rounds more, and 8 for chance."""
+    rule, phi, x, cuts = of_case(case)
+    single = deepcopy(phi).float(), {name: a.detach().float().requires_grad_() for name, a in x.items()}, cuts
+    exact, near, half = (out + list(grads) for out, grads, _ in (
+        all_of(omega, rule, phi, x, cuts), all_of(omega, rule, *single), all_of(omega, rule._replace(dtype=torch.float16), *single)))
+    off = lambda a, b: (a - b).norm() / b.norm().clamp_min(1e-9)
+    for a, b, c in zip(half, near, exact, strict=True):
+        assert a.dtype == torch.float32                       # what is carried on
+        assert off(a, c) < 2**16 * off(b, c) + 2e-3
+
+
+@pytest.mark.parametrize("muon_every, chunk", [(0, 2), (2, 2), (2, 4)])
+def test_what_goes_from_chunk_to_chunk_is_not_in_half_precision(muon_every, chunk):
+    """Rule.dtype: in bfloat16 a keep of 0.999 is 1. Here it is all that happens, a hundred times, to W and then to its gradient."""
+    phi, x = problem("mlp", "l2", 3, 200)
+    x = {name: a.detach().float().requires_grad_() for name, a in x.items() if not name.startswith("S0")}
+    x |= dict(step=torch.zeros_like(x["step"]), keep=torch.full_like(x["keep"], 0.999))
+    M0 = [x["M0[0]"], x["M0[1]"]]
+    W = learn(omega, Rule(window=3, chunk=chunk, muon_every=muon_every, dtype=torch.bfloat16), phi.float(), x)[1].W
+    for w, m, g in zip(W, M0, torch.autograd.grad(sum(w.sum() for w in W), M0)):
+        close(w, 0.999**200 * m.expand_as(w), 1e-4)
+        close(g, torch.full_like(g, 2 * 0.999**200), 1e-4)
 
 
 @pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
@@ -1152,8 +1186,9 @@ def test_state_dict_round_trip(preset):
 def test_config_reaches_the_rule():
     """Every flag of the inner loop must arrive under its own name; muon_every never exceeds the chunk, and is 0 without Muon."""
     config = models.Config(memory="gated", loss="dot", window=3, chunk=5, muon_every=2, ns_steps=4, ns_coefficients="cubic",
-                           ns_straight_through=True, ns_dtype="bfloat16", memory_norm=True, forget="zero", max_norm=7.0)
-    assert config.rule() == Rule("gated", "dot", 3, 5, 2, 4, "cubic", True, torch.bfloat16, "zero", norm=True, ball=7.0)
+                           ns_straight_through=True, ns_dtype="bfloat16", memory_dtype="bfloat16", memory_norm=True, forget="zero",
+                           max_norm=7.0)
+    assert config.rule() == Rule("gated", "dot", 3, 5, 2, 4, "cubic", True, torch.bfloat16, "zero", norm=True, ball=7.0, dtype=torch.bfloat16)
     assert models.Config(forget="start").rule().forget == "start"
     assert models.Config(chunk=5, muon_every=64).rule().muon_every == 5
     assert models.Config(muon=False).rule().muon_every == 0
@@ -1669,6 +1704,19 @@ def test_blocks_of_a_transformer_compile_whole(preset, monkeypatch):
         close(a, b)
     for op in "scaled_dot_product_attention", "rms_norm", "silu", "cos", "cross_entropy":
         assert any(op in target for target in compiled)
+
+
+@every_preset
+def test_a_memory_in_bfloat16(preset):
+    """--memory-dtype: logits and gradient are float32's but for rounding (which Muon's coefficients multiply here, cubic does not); and the state's
+    precision is."""
+    model, low = (small(preset, ns_coefficients="cubic", memory_dtype=dtype) for dtype in ("float32", "bfloat16"))
+    x = torch.randint(11, (2, 25))
+    low.load_state_dict(model.state_dict())
+    assert all(a.dtype == b.dtype for a, b in zip(tensors(low(x)[1]), tensors(model(x)[1]), strict=True))
+    (a, *da), (b, *db) = forth_and_back(low, x), forth_and_back(model, x)
+    da, db = (torch.cat([g.flatten() for g in grads]) for grads in (da, db))
+    assert (a - b).norm() < 0.02 * b.norm() and (da - db).norm() < 0.02 * db.norm()
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -4425,11 +4473,11 @@ MUTANTS = [
     ("a random memory at every start (Todd_Atlas)", "omega.py", "    return State(base, W, S, W, ()",
      "    W = tuple(w + 0.1 * torch.randn_like(w) for w in W)\n    return State(base, W, S, W, ()", "test_step_zero_reads_M0"),
 
-    ("gradient of a chunk: to the keys through what they write alone", "chunks.py", "dx if out.xk is None else dx.add_(out.xk)", "dx",
+    ("gradient of a chunk: to the keys through what they write alone", "chunks.py", "to_xw + to_xk, dx)", "to_xw, dx)",
      "test_omega_is_omega_ref[titans]"),
-    ("gradient of a chunk: to the keys through what they read alone", "chunks.py", "dx if out.xk is None else dx.add_(out.xk)", "out.xk",
+    ("gradient of a chunk: to the keys through what they read alone", "chunks.py", "to_xw + to_xk, dx)", "to_xk)",
      "test_omega_is_omega_ref[titans]"),
-    ("gradient of a chunk: to what exp features write, from what they read", "chunks.py", "        dx, dxw = out.xk, dx\n", "        dx, dxw = dx, dx\n",
+    ("gradient of a chunk: to what exp features write, from what they read", "chunks.py", "    if flat.xw is None:\n        put", "    if True:\n        put",
      "test_omega_gradcheck[exp-0]"),
     ("gradient of a chunk: to the gates through P", "chunks.py", "dP.addcmul_(dQ, RX)", "dP", "test_omega_is_omega_ref[omeganet]"),
     ("gradient of a chunk: to the gates through what is carried", "chunks.py", "dots(reads, dz)", "0 * dots(reads, dz)",
@@ -4438,21 +4486,33 @@ MUTANTS = [
      "test_omega_is_omega_ref[titans]"),
     ("gradient of a chunk: what it hands on keeps nothing", "chunks.py", "    dC.addcmul_(dto, ends)\n", "", "test_omega_is_omega_ref[titans]"),
     ("gradient of a chunk: keep of the whole chunk", "chunks.py", "plus(dends, of.diag", "plus(dends, 0 * of.diag", "test_omega_is_omega_ref[titans]"),
+    ("W in half precision from chunk to chunk", "chunks.py", "            if how.rule.dtype:", "            if False:",
+     "test_what_goes_from_chunk_to_chunk_is_not_in_half_precision"),
+    ("its gradient in half precision from chunk to chunk", "chunks.py", "[in_own_precision(part, d, torch.Tensor.to) for d in dC]", "dC",
+     "test_what_goes_from_chunk_to_chunk_is_not_in_half_precision"),
+    ("W in half precision from block to block", "chunks.py", "    with exact(new[0]):\n        held", "    with nullcontext():\n        held",
+     "test_what_goes_from_chunk_to_chunk_is_not_in_half_precision"),
+    ("all of Newton-Schulz in half precision", "chunks.py", "with exact(seen[0]):", "with nullcontext():", "test_products_in_half_precision"),
+    ("the state in half precision", "omega.py", "memory.cast(tail(a, max(T + idle, missing), T), state.k.dtype)", "tail(a, max(T + idle, missing), T)",
+     "test_products_in_half_precision[omeganet]"),
+    ("answers in half precision", "omega.py", "rule.norm), q.dtype))", "rule.norm), None))", "test_products_in_half_precision[linear attention]"),
+    ("what reading gives back is not in half precision", "chunks.py", "for d, c in zip(dlow, dC if rule.dtype else ()):", "for d, c in ():",
+     "test_products_in_half_precision[omeganet]"),
     ("gradient of a chunk: u of W from S", "chunks.py", "of[:, :1, 1:]", "of[:, 1:, :1]", "test_omega_is_omega_ref[titans]"),
     ("compiled: W on S for S on W", "chunks.py", "(a[:, :, None] * b[:, None])", "(a[:, None] * b[:, :, None])", "test_chunk_steps_compile_whole"),
-    ("gradient of a chunk: its keep at its end", "chunks.py", "dots(reads[i], d", "0 * dots(reads[i], d",
+    ("gradient of a chunk: its keep at its end", "chunks.py", "plus(dlast, dots(reads, x))\n                combined", "plus(dlast, 0 * dots(reads, x))\n                combined",
      "test_omega_is_omega_ref[titans]"),
     ("gradient of a chunk: to the weights it takes gradients at", "chunks.py", "            c[:, 0].add_(w)", "            pass",
      "test_omega_is_omega_ref[titans]"),
     ("gradient of chunks read together: of each, that of the first", "chunks.py", "ones[j], many[j], ", "ones[j], many[0], ",
      "test_chunks_read_together[titans-5]"),
-    ("gradient of chunks read together: of M0 from the last of them", "chunks.py", "(count, N)).sum(0)", "(count, N))[-1]",
+    ("gradient of chunks read together: of M0 from the last of them", "chunks.py", "(-1, len(m))).sum(0, dtype=m.dtype)", "(-1, len(m)))[-1]",
      "test_chunks_read_together[from rest-5]"),
     ("chunks read together all read W before the first", "chunks.py", "merged(a[at: at + size])", "merged(a[at: at + 1].expand(size, *a.shape[1:]))",
      "test_chunks_read_together[omeganet-5]"),
     ("without a gradient: a stretch begins with the W that the one before it began with", "chunks.py", "                a[0] = a[size]", "                pass",
      "test_chunks_read_together[omeganet-2]"),
-    ("chunks of Newton-Schulz read together take turns at the wrong M0", "chunks.py", "m[None, :, None].expand(", "m.flip(0)[None, :, None].expand(",
+    ("chunks of Newton-Schulz read together take turns at the wrong M0", "chunks.py", "memory.cast(m, how.rule.dtype)[None", "memory.cast(m.flip(0), how.rule.dtype)[None",
      "test_chunks_read_together[atlas, from rest-5]"),
     ("gradient of a Newton-Schulz chunk: W of blocks alone", "chunks.py",
      ".view_as(WO[:, 0]).add_(dheld[:, 0, 0])", ".view_as(WO[:, 0]).mul_(0).add_(dheld[:, 0, 0])",
@@ -4495,16 +4555,18 @@ MUTANTS = [
     ("the first block repeats the one before a pause", "chunks.py", "if rule.muon_every > 1 and not sums:", "if rule.muon_every > 1:",
      "test_atlas_linear_once_in_a_while"),
     ("gradient of a Newton-Schulz chunk: to M0 from the first that reads it", "chunks.py",
-     ".sum((0, 2)) for d in dM0", ".sum(2)[0] for d in dM0",
+     ".sum((0, 2), dtype=m.dtype) for d, m", ".sum(2)[0] for d, m",
      "test_chunks_read_together[atlas, from rest-5]"),
     ("a chunk that begins at rest is not read alone", "chunks.py", "return [slice(0, 1)] * first", "return [slice(0, 2)] * first",
      "test_chunks_read_together[from rest, no momentum-1]"),
-    ("gradient of a chunk: not through the bound", "chunks.py", "            end[:, 0].mul_(balls[i])\n        if dC:", "            pass\n        if dC:",
+    ("gradient of a chunk: not through the bound", "chunks.py", "        c[:, 0].mul_(ball)", "        pass",
+     "test_ball_is_the_reference[omeganet]"),
+    ("gradient of a chunk: not through the last bound", "chunks.py", "        d[:, 0].mul_(ball[-N:])", "        pass",
      "test_ball_is_the_reference[omeganet]"),
     ("gelu again: half of Phi", "memory.py", ".erf_().add_(1).mul_(0.5)", ".erf_().add_(1).mul_(0.25)", "test_omega_is_omega_ref[titans]"),
     ("of a transformer only the SwiGLUs are compiled", "models.py", "(block if isinstance(block.mixer, Attention) else block.mlp).compile",
      "block.mlp.compile", "test_blocks_of_a_transformer_compile_whole"),
-    ("a state that nobody uses has a gradient", "chunks.py", "else d.zero_()", "else d.fill_(1)", "test_chunks_read_together"),
+    ("a state that nobody uses has a gradient", "chunks.py", "[torch.zeros_like(d[-1], dtype", "[torch.ones_like(d[-1], dtype", "test_chunks_read_together"),
     ("mps by itself", "train.py", 'name = "cuda" if there["cuda"] else "cpu"', 'name = next(kind for kind in there if there[kind])',
      "test_mps_has_to_be_asked_for"),
     ("a thread for each core of the host", "train.py", "cpu_quota() < torch.get_num_threads()", "False",
@@ -4535,11 +4597,11 @@ MUTANTS = [
     ("Theta Gate: Theta a token late", "omega.py", "gates.momentum.flip(-1).roll(1, -1)", "gates.momentum.flip(-1)",
      "test_omega_is_omega_ref[atlas]"),
     ("forgetting never reaches zero", "omega.py", 'if rule.forget == "start" else ()', "if True else ()", "test_delta_rule"),
-    ("gradients without M0", "chunks.py", "zip(M0, W)] if M0 and W else M0 or W", "zip(M0, W)] if False else W or M0",
+    ("gradients without M0", "chunks.py", "        W = [start_plus(m, w) for m, w in zip(M0, W)]\n", "        pass\n",
      "test_delta_rule"),
     ("M0 is not read", "chunks.py", "else torch.bmm(R, turn(M0, tall))", "else 0 * torch.bmm(R, turn(M0, tall))",
      "test_omega_is_omega_ref[forget what was written]"),
-    ("all gradients at zero", "chunks.py", "[c[:, 0] for c in C])\n    pairs, (z", "[0 * c[:, 0] for c in C])\n    pairs, (z",
+    ("all gradients at zero", "chunks.py", "[c[:, 0] for c in C], len(part.v))", "[0 * c[:, 0] for c in C], len(part.v))",
      "test_delta_rule"),
     ("the anchor of an earlier chunk", "chunks.py", "anchor=state.anchor if pos else W,", "anchor=state.anchor,", "test_omega_splits_anywhere"),
     ("the anchor moves at every call (atlas-rnn)", "chunks.py", "if state.zero or not state.pos:", "if True:", "test_omega_splits_anywhere"),
@@ -4553,19 +4615,19 @@ MUTANTS = [
     ("masked after exp", "omega.py", "- logs[..., None, :] + above).exp()", "- logs[..., None, :]).exp().tril()", "test_extreme_gates"),
     ("gates in reverse", "omega.py", "F.pad(gate, (0, c))", "F.pad(gate.flip(-1), (0, c))", "test_swla_by_brute_force"),
     ("pairs that should be idle", "omega.py", "F.pad(gates.gate, (idle, 0))", "F.pad(gates.gate, (0, idle))", "test_omega_is_omega_ref[omeganet]"),
-    ("the state keeps idle pairs", "omega.py", "max(T + idle, missing), T), v", "max(T, missing), T), v", "test_omega_splits_anywhere"),
+    ("the state keeps idle pairs", "omega.py", "max(T + idle, missing), T)", "max(T, missing), T)", "test_omega_is_omega_ref[omeganet]"),
     ("first windows off by one", "omega.py", "(i >= missing)", "(i > missing)", "test_swla_by_brute_force"),
     ("first windows see padding", "omega.py", "(i >= missing)", "(i >= 0)", "test_omega_is_omega_ref[omeganet]"),
     ("no momentum inside a chunk", "omega.py", "recur(gates.momentum, band(gates.gate))\n", "recur(0 * gates.momentum, band(gates.gate))\n", "test_titans"),
     ("momentum dropped from the carried state", "chunks.py", "back(1) if state.S",
      "tuple(0 * s for s in back(1)) if state.S", "test_omega_splits_anywhere"),
-    ("window truncated at the end of a call", "omega.py", "k=tail(ks, max(T + idle, missing), T), v=tail(vs, max(T + idle, missing), T)",
+    ("window truncated at the end of a call", "omega.py", "k=last(ks), v=last(vs)",
      "k=ks[:, :, :0], v=vs[:, :, :0]", "test_omega_splits_anywhere"),
     ("every position reads with the chunk's last decay (Todd_Atlas)", "chunks.py", "= read_carried(rows, nth_or_none(C, i), part.coef,",
      "= read_carried(rows, nth_or_none(C, i), part.coef[:, -1:].expand_as(part.coef),", "test_causal"),
     ("one memory for the whole batch (Atlas-MAG_OmegaRule)", "chunks.py", "return state._replace(W=W,",
      "return state._replace(W=tuple(w.mean(0, keepdim=True).expand_as(w) for w in W),", "test_rows_are_independent"),
-    ("queries and keys in different feature spaces (atlas-pytorch)", "omega.py", "(phi(cq), phi(ck))", "(phi(cq.roll(1, -1)), phi(ck))",
+    ("queries and keys in different feature spaces (atlas-pytorch)", "omega.py", "features(rule, phi, cq)", "features(rule, phi, cq.roll(1, -1))",
      "test_omega_is_omega_ref[omeganet]"),
     ("NS of a block in progress forgotten", "chunks.py", "[o[:, -1] for o in new]", "[o[:, 0] for o in new]",
      "test_omega_is_omega_ref[atlas, mid-block]"),
@@ -4641,7 +4703,7 @@ MUTANTS = [
     ("the convolution's tail holds the prompt", "models.py", ", copy=x.shape[1] > 1)", ")", "test_a_state_holds_no_prompt[omeganet]"),
     ("the last pairs and keys hold the prompt", "omega.py", "a[:, :, first:].clone() if first and T > 1 else a", "a",
      "test_a_state_holds_no_prompt[swa]"),
-    ("the last pairs hold the prompt", "omega.py", "v=tail(vs, max(T + idle, missing), T))", "v=vs[:, :, max(T + idle, missing):])",
+    ("the last pairs hold the prompt", "omega.py", "v=last(vs))", "v=vs[:, :, max(T + idle, missing):])",
      "test_a_state_holds_no_prompt[omeganet]"),
     ("layers used apart draw what comes next", "models.py", 'int(torch.randint(2**31, (), device=device if cuda else "cpu"))', "0",
      "test_a_layer_draws_numbers_of_its_own", "torch.default_generator.manual_seed(seed)", "None"),
@@ -4764,7 +4826,7 @@ MUTANTS = [
     ("top-k keeps one more", "models.py", "logits[:, top_k:]", "logits[:, top_k + 1:]", "test_sample_filters"),
     ("temperature ignored", "models.py", "logits / max(temperature, 1e-30)", "logits / 1", "test_sample_probabilities"),
     ("summed cross entropy", "models.py", "ignore_index=-100)", "ignore_index=-100, reduction='sum')", "test_loss_counts_what_it_should"),
-    ("autocast reaches into the memory's gradient", "chunks.py", "with torch.autocast(dy.device.type, enabled=False), ", "with ",
+    ("autocast reaches into the memory's gradient", "chunks.py", "with products(ctx.how.rule, dy.device), ", "with ",
      "test_backward_inside_of_autocast[atlas-more0]"),
     ("gates take what autocast leaves", "models.py", "self.gates(x.to(self.gates.weight.dtype))", "self.gates(x)",
      "test_backward_inside_of_autocast[atlas-more4]"),
