@@ -27,6 +27,8 @@ pairs, which are 64 tokens, the 7 before them and an idle one:
 
 Arguments that most functions have: `how` (How); `anchor`, where gradients are taken in a run that begins within a chunk, which is then of
 that one chunk (empty: at W); M0, empty for zero.
+With a `rule.dtype` all products are in that precision, and so is what they multiply and what the gradient needs of it; what goes from chunk to
+chunk, W and S and their gradients, is not, for there a keep of 0.999 would be 1 in bfloat16.
 `kept` collects what the gradient needs. The order: a chunk's products; chunks without Newton-Schulz, and with; many of them at a time; and
 in the second half all gradients.
 """
@@ -169,7 +171,8 @@ def gradient_point(how, M0, W, N):
 
 
 def start_plus(m, w):
-    """M0 (H, k, wide) + W (.., N, k, wide)."""
+    """M0 (H, k, wide) + W (.., N, k, wide), in the precision of W."""
+    m = memory.cast(m, w.dtype)
     return m + w if w.shape[-3] == len(m) else (m + w.unflatten(-3, (-1, len(m)))).flatten(-4, -3)
 
 

@@ -74,8 +74,8 @@ class Config:
                           hint="; --no-muon for none")
     ns_steps: int = opt(5, "Newton-Schulz iterations", low=1)
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", choices=tuple(COEFFICIENTS))
-    memory_dtype: str = opt("float32", "precision of the memory's products and of what they multiply, for long chunks on GPUs; weights stay float32",
-                            choices=("float32", "bfloat16"))
+    memory_dtype: str = opt("float32", "precision of the memory's products and of what they multiply; what is carried on stays float32; "
+                            "bfloat16: for GPUs", choices=("float32", "bfloat16"))
     ns_dtype: str = opt("float32", "precision inside of Newton-Schulz; bfloat16: for GPUs", choices=("float32", "bfloat16"))
     ns_straight_through: bool = opt(False, "send the outer gradient past Newton-Schulz instead of through it")
     features: str = opt("monomial", "feature map phi of keys and queries", choices=FEATURES)

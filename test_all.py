@@ -1751,6 +1751,30 @@ def test_compiled_on_a_gpu_is_eager(preset, monkeypatch):
         close(a, b, 1e-8)
 
 
+def off_by_bfloat16(preset, memory_dtype, device):
+    """Relative errors of logits and of the gradient, compiled and in bfloat16, to float32 and eager."""
+    size = dict(n_layer=1, n_embd=64, head_dim=32, chunk=32, muon_every=32)
+    model, low = (small(preset, memory_dtype=dtype, **size).to(device) for dtype in ("float32", memory_dtype))
+    low.load_state_dict(model.state_dict())
+    x = torch.randint(11, (2, 129), device=device)
+    logits, *grads = forth_and_back(model, x)
+    low.compile_memory()
+    with torch.autocast(device, torch.bfloat16):
+        low_logits, *low_grads = forth_and_back(low, x)
+    pairs = (low_logits, logits), (torch.cat([g.flatten() for g in gs]) for gs in (low_grads, grads))
+    return [float((a - b).norm() / b.norm()) for a, b in pairs]
+
+
+@gpu
+@pytest.mark.parametrize("memory_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("preset", ["omeganet", "atlas", "transformer"])
+def test_bfloat16_compiled_on_a_gpu_is_near_float32_eager(preset, memory_dtype, monkeypatch):
+    """What train.py does there, against what it is to compute; float32 products without TF32."""
+    plain_again(monkeypatch)
+    logits, grads = off_by_bfloat16(preset, memory_dtype, "cuda")
+    assert logits < 0.02 and grads < 0.04
+
+
 @pytest.mark.parametrize("preset, more, says", [
     ("altas", {}, "atlas"), ("atlas", dict(windw=3), "windw"), ("atlas", dict(window=0), "window"), ("atlas", dict(muon_every=0), "1 .*--no-muon"),
     ("atlas", dict(chunk=2**31), "chunk"), ("atlas", dict(memory="cubic"), "gated"), ("atlas", dict(n_head=3, n_embd=16, head_dim=0), "n-head"),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, from the project's root: bash results/gpu.sh [-o folder for the logs] [part ...]
-# Parts: tests 256 layer 64 step long decode exact every, all of them by default, in this order; and 128. Each takes 3 to 10 minutes, much of
+# Parts: tests 256 half layer 64 step long decode exact every, all of them by default, in this order; and 128. Each takes 3 to 10 minutes, much of
 # it torch.compile's, and leaves one log, layer, step and decode their JSON as well.
 # DEVICE=cpu SIZE=tiny STEPS=2 LONG=512 bash results/gpu.sh -o /tmp/logs exact 64 long every     tries the script where there is no GPU
 set -uo pipefail
@@ -25,7 +25,7 @@ speed() {                                                     # speed <name> <fl
 
 exact() {                                                     # bfloat16, TF32 and compiled (the default there), each by itself, against float32 and eager
     for model in omeganet atlas; do
-        for how in "" "--matmul highest" "--dtype float32" "--dtype float32 --no-compile"; do
+        for how in "" "--memory-dtype bfloat16" "--matmul highest" "--dtype float32" "--dtype float32 --no-compile"; do
             echo "== $model $how"
             train --model $model $how --steps $((2 * steps + 1)) --eval-every $((2 * steps)) --stop-after $((2 * steps))
         done
@@ -55,6 +55,11 @@ run() {
         for model in linear titans omeganet atlas; do
             speed "$size $model $1" --model $model --batch-size 4 --chunk "$1" --muon-every "$1" --remat
         done ;;
+    half)                                                     # the memory in bfloat16, too
+        for model in titans omeganet; do speed "$size $model, half" --model $model --batch-size 8 --chunk 256 --remat --memory-dtype bfloat16; done
+        speed "$size omeganet, half, 64" --model omeganet --batch-size 8 --chunk 64 --remat --memory-dtype bfloat16
+        speed "$size atlas, half" --model atlas --batch-size 8 --chunk 256 --muon-every 256 --remat --memory-dtype bfloat16 --ns-dtype bfloat16
+        speed "$size omeganet, half, $long" --model omeganet --batch-size 4 --seq-len "$long" --chunk 256 --remat --memory-dtype bfloat16 ;;
     layer) bench layer --part layer --part rule $models ;;
     step) bench step --part step $models ;;
     decode) bench decode --part decode --part peers --model transformer --model omeganet --model atlas ;;
@@ -66,7 +71,7 @@ run() {
     esac
 }
 
-for part in "${@:-tests 256 layer 64 step long decode exact every}"; do
+for part in "${@:-tests 256 half layer 64 step long decode exact every}"; do
     for part in $part; do
         run "$part" | tee "$out/gpu-$part.log" | grep -E '^==|compiled in|^ *step|peak memory|^done|[Ee]rror|passed|failed'
     done
