@@ -95,9 +95,9 @@ def products(rule, device):
     return torch.autocast(device.type, rule.dtype, enabled=rule.dtype is not None)
 
 
-def exact(a):
-    """Within, products are taken in the precision of what they multiply."""
-    return torch.autocast(a.device.type, enabled=False)
+def exact(rule, device):
+    """Within, even there, products are taken in the precision of what they multiply."""
+    return torch.autocast(device.type, enabled=False) if rule.dtype else nullcontext()
 
 
 def turn(a, tall):
@@ -411,13 +411,13 @@ def muon_learn(how, part, M0, fast, anchor):
         sums = [s[:, -1] for s in rows]
     new, ns = seen, []
     if seen[0].shape[1]:
-        with exact(seen[0]):
+        with exact(rule, G.device):
             new, ns = orthogonalize(seen, *rule.newton_schulz(), rule.ns_gram)
     if O:
         new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
     if not W and new[0].shape[1] > 1:
         W = [torch.zeros_like(o[:, 0]) for o in new]
-    with exact(new[0]):
+    with exact(rule, G.device):
         held, W = zip(*(advance_blocks(part.shares, nth_or_none(W, i), o) for i, o in enumerate(new)))
     held = [memory.cast(h, rule.dtype) for h in held]
     balls = []
@@ -923,7 +923,7 @@ def muon_learn_backward(how, part, learned, again, held, dheld, dfast):
     if new[0].shape[1] > count:                               # the first block had an O
         dO, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     if count:
-        with exact(new[0]):
+        with exact(rule, G.device):
             new = orthogonalize_backward(seen, ns, new, *rule.newton_schulz(), rule.ns_gram)
     if rule.muon_every > 1 and not dO:                        # else NS of the sums before it
         dbefore, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
