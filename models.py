@@ -368,8 +368,8 @@ class Memory(nn.Module):
         """M*(q), Titans Eq 21: what the fast weights W recall for x, without writing: (B, T, n_embd) -> (B, T, n_embd)."""
         q = unit(at_least_float32(self.heads(F.silu(self.qkv(x).chunk(3, -1)[0]))))              # no convolution: choice 18
         with torch.autocast(x.device.type, enabled=False):
-            rows = self.phi(q) if keys is None else omega.kernel_rows(q, keys)
-            rule = self.config.rule()
+            rule = self.config.rule()._replace(dtype=None)
+            rows = omega.features(rule, self.phi, q) if keys is None else omega.kernel_rows(q, keys)
             y = memory.apply(rule.memory, W, rows, q, rule.norm)
         return self.finish(x, y)
 

@@ -315,10 +315,9 @@ def mixing(rule, gates, pos):
 
     With Newton-Schulz their first token is the pos-th of its block.
     """
-    if rule.muon_every:
-        return muon_mixing(gates, rule.muon_every, pos)
-    mix = plain_mixing(gates)
-    return mix | dict(P=memory.cast(mix["P"], rule.dtype))
+    with chunks.exact(rule, gates.keep.device):               # also where `recur` is a product
+        mix = muon_mixing(gates, rule.muon_every, pos) if rule.muon_every else plain_mixing(gates)
+    return mix if rule.muon_every else mix | dict(P=memory.cast(mix["P"], rule.dtype))
 
 
 def plain_mixing(gates):
@@ -376,12 +375,14 @@ def omega(rule, phi, q, k, v, gates, state):
     With a `rule.dtype` all products take and give that, and so do what they multiply and the pairs, tokens and weights that are kept for the
     gradient; W, S, M0, gates and what sums over chunks stay as they are.
     ValueError for `exp` features with Newton-Schulz: the memory is known by its coefficients alone, the weights it would see are infinite;
-    and for a state and gates of which one has momentum.
+    for a state and gates of which one has momentum; and for a rule.dtype that is not half of float32 fast weights.
     """
     if phi.kind == "exp" and rule.muon_every:
         raise ValueError("exp features have no finite weights for Newton-Schulz; take muon_every = 0")
     if bool(state.S) != (gates.momentum is not None):
         raise ValueError(f"a state {'with' if state.S else 'without'} momentum does not go with gates {'without' if state.S else 'with'} it")
+    if rule.dtype and not rule.dtype.itemsize < state.W[0].dtype.itemsize == 4:
+        raise ValueError(f"{rule.dtype} for the memory's products needs fast weights in float32, not in {state.W[0].dtype}")
     with chunks.products(rule, q.device):
         return chunked(rule, phi, q, k, v, gates, state)
 

@@ -605,6 +605,26 @@ def test_what_goes_from_chunk_to_chunk_is_not_in_half_precision(muon_every, chun
         close(g, torch.full_like(g, 2 * 0.999**200), 1e-4)
 
 
+@pytest.mark.parametrize("muon_every, chunk", [(0, 2), (1, 2), (2, 4)])
+def test_gates_are_not_in_half_precision(muon_every, chunk, monkeypatch):
+    """Rule.dtype: the products that a GPU takes of them, instead of steps, are not in bfloat16, where S would decay by 1 or by too much."""
+    monkeypatch.setattr(omega_module, "recur", lambda factors, rows: ((y := omega_module.decay(omega_module.log(factors))[1] @ rows), y[..., -1, :]))
+    phi, x = problem("mlp", "l2", 3, 200)
+    x |= dict(gate=torch.zeros_like(x["gate"]), momentum=torch.full_like(x["momentum"], 0.999))
+    x = {name: a.detach().float() for name, a in x.items()}
+    S = learn(omega, Rule(window=3, chunk=chunk, muon_every=muon_every, dtype=torch.bfloat16), phi.float(), x)[1].S
+    for i, s in enumerate(S):
+        close(s, 0.999**200 * x[f"S0[{i}]"], 1e-4)
+
+
+@pytest.mark.parametrize("dtype, weights", [(torch.bfloat16, torch.float64), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)])
+def test_half_precision_is_half_of_float32(dtype, weights):
+    """Others would be right by chance alone."""
+    phi, x = problem("mlp", "l2", 3, 8)
+    with pytest.raises(ValueError, match="float32"):
+        learn(omega, Rule(window=3, chunk=2, dtype=dtype), phi.to(weights), {name: a.to(weights) for name, a in x.items()})
+
+
 @pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
 def test_omega_chunk_is_omega_ref(case):
     """Formulas that are not what omega.py's docstring says: of whole chunks, and of those after an earlier one."""
@@ -4516,6 +4536,10 @@ MUTANTS = [
      "test_what_goes_from_chunk_to_chunk_is_not_in_half_precision"),
     ("W in half precision from block to block", "chunks.py", "    with exact(rule, G.device):\n        held", "    with nullcontext():\n        held",
      "test_what_goes_from_chunk_to_chunk_is_not_in_half_precision"),
+    ("gates in half precision where they are products", "omega.py", "with chunks.exact(rule, gates.keep.device):", "if True:",
+     "test_gates_are_not_in_half_precision"),
+    ("half precision of anything", "omega.py", "if rule.dtype and not rule.dtype.itemsize", "if False and not rule.dtype.itemsize",
+     "test_half_precision_is_half_of_float32"),
     ("all of Newton-Schulz in half precision", "chunks.py", "        with exact(rule, G.device):\n            new, ns", "        with nullcontext():\n            new, ns", "test_products_in_half_precision"),
     ("the state in half precision", "omega.py", "memory.cast(tail(a, max(T + idle, missing), T), state.k.dtype)", "tail(a, max(T + idle, missing), T)",
      "test_products_in_half_precision[omeganet]"),
@@ -4759,8 +4783,8 @@ MUTANTS = [
      'set from the tokenizer")', "test_every_choice_and_every_least_number_is_checked"),
     ("mag without a window", "models.py", 'if self.wiring != "lmm" and not self.attn_window:', "if False:", "test_bad_configurations"),
     ("a network of exp features with Newton-Schulz", "models.py", 'if self.muon and self.features == "exp":', "if False:", "test_bad_configurations"),
-    ("autocast reaches what is retrieved", "models.py", "with torch.autocast(x.device.type, enabled=False):\n            rows =",
-     "with torch.autocast(x.device.type):\n            rows =", "test_retrieve_keeps_float32_inside_of_autocast"),
+    ("autocast reaches what is retrieved", "models.py", "with torch.autocast(x.device.type, enabled=False):\n            rule =",
+     "with torch.autocast(x.device.type):\n            rule =", "test_retrieve_keeps_float32_inside_of_autocast"),
     ("--tie ties nothing", "models.py", "            self.head.weight = self.embed.weight\n", "            pass\n", "test_tie_is_one_matrix"),
     ("compile_memory leaves the chunk steps", "models.py", "        omega.compile_chunks(**options)\n",
      "", "test_compile_memory_compiles_chunk_steps_and_swiglus"),
