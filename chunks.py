@@ -861,12 +861,12 @@ def plain_chunks_backward(how, parts, grads, kept, dy, dafter, M0, C, anchor):
     starts, balls = repeated(how, M0, N, longest(cuts)), [torch.cat(a) for a in zip(*(of_stretch(how, one)[3] for one in kept))]
     for d, ball in zip(dafter, balls):
         d[:, 0].mul_(ball[-N:])
-    balls = [torch.cat([torch.ones_like(ball[:N]), ball[:-N]]) for ball in balls]                # of W before each chunk, where its gradient is made
-    for now, one in reversed(list(zip(cuts, kept))):
-        first = not now.start
+    balls = [torch.cat([torch.ones_like(ball[:N]), ball[:-N]]) for ball in balls]                # of W before each chunk, not after it: there
+    for now, one in reversed(list(zip(cuts, kept))):                                             # its gradient is made
+        before = [c[now] for c in Cs] if C or now.start else []
         more, dafter, danchor = plain_stretch_backward(
             how, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), one,
-            [ball[N * now.start: N * now.stop] for ball in balls], dy[now], dafter, M0, starts, [] if first and not C else [c[now] for c in Cs], anchor)
+            [ball[N * now.start: N * now.stop] for ball in balls], dy[now], dafter, M0, starts, before, anchor)
         dM0 = [b if a is None else a.add_(b) for a, b in zip(dM0, more)]
     return dM0, dafter, danchor
 
