@@ -26,9 +26,9 @@ pairs, which are 64 tokens, the 7 before them and an idle one:
     with Newton-Schulz every 16 tokens, 4 blocks: G (12, 5, 72), a row a block and one of the last token; W_j over O_j (12, 4, 2, 16, 153)
 
 Arguments that most functions have: `how` (How); `anchor`, where gradients are taken in a run that begins within a chunk, which is then of
-that one chunk (empty: at W); M0, empty for zero.
-With a `rule.dtype` all products are in that precision, and so is what they multiply and what the gradient needs of it; what goes from chunk to
-chunk, W and S and their gradients, is not, for there a keep of 0.999 would be 1 in bfloat16.
+that one chunk (empty: at W); M0 (H, k, wide), where it is read `repeated` to (N, k, wide); empty for zero.
+With a `rule.dtype` products are in that precision, and so is what they multiply and what the gradient needs of it; but not those of gates, of
+Newton-Schulz and of advance_blocks, nor what goes from chunk to chunk, W and S and their gradients: there a keep of 0.999 would be 1 in bfloat16.
 `kept` collects what the gradient needs. The order: a chunk's products; chunks without Newton-Schulz, and with; many of them at a time; and
 in the second half all gradients.
 """
@@ -91,12 +91,12 @@ class How(NamedTuple):
 # The products of a chunk.
 
 def products(rule, device):
-    """Within, products are taken in `rule.dtype`: torch casts what they multiply."""
+    """Within, products are taken in `rule.dtype`: torch casts what they multiply. Without one, no autocast of the caller's reaches them."""
     return torch.autocast(device.type, rule.dtype, enabled=rule.dtype is not None)
 
 
 def exact(rule, device):
-    """Within, even there, products are taken in the precision of what they multiply."""
+    """Within `products`, products are again taken in the precision of what they multiply."""
     return torch.autocast(device.type, enabled=False) if rule.dtype else nullcontext()
 
 
@@ -702,9 +702,9 @@ class Learned(NamedTuple):
 def learn_chunk_backward(how, part, learned, carried, dC, dafter, low):
     """The gradient of learn_chunk, as far as it has to go from chunk to chunk.
 
-    dafter: that of W and S after the chunk, before the ball, or () for none; `low` is the same for products, in rule.dtype. dC (of W and S
-    before the chunk), dd and da hold what reading has said of them, and this adds to it. `carried`: the weights at which the chunk took
-    gradients hold the W of C, so their gradient is also C's.
+    dafter (N, s, k, wide) of each matrix: that of W and S after the chunk, before the ball, or () for none; `low` is the same for products, in
+    rule.dtype. dC (of W and S before the chunk), dd and da hold what reading has said of them, and this adds to it. `carried`: the weights
+    at which the chunk took gradients hold the W of C, so their gradient is also C's.
     -> the dafter of the chunk before (dC itself, but with a rule.dtype: then dC becomes its `low`); gradients of v and W; dz,
     where dz W[0]^T is the rest of that of xk; the gradient of last, but for a first matrix that is not tall.
     """
@@ -802,8 +802,8 @@ def of_stretch(how, kept):
 def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, starts, C, anchor):
     """The gradient of one stretch of chunks (`part`, one by one in `ones`) -> those of M0, of C before it, of the anchor.
 
-    starts: M0 `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter is that of C after the stretch, or (); balls
-    bounded each W before a chunk.
+    starts: M0 `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter is that of C after the stretch, before the
+    ball, or (); balls bounded each W before a chunk.
     """
     (count, N), tall, flat = part.v.shape[:2], how.tall, part._replace(v=None).each(merged)
     saved, (zq, RX), reads, _ = of_stretch(how, kept)

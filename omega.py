@@ -372,8 +372,8 @@ def features(rule, phi, x):
 def omega(rule, phi, q, k, v, gates, state):
     """The rule of the module docstring, chunk-parallel; arguments and returns of `omega_ref`, any length, any state.
 
-    With a `rule.dtype` all products take and give that, and so do what they multiply and the pairs, tokens and weights that are kept for the
-    gradient; W, S, M0, gates and what sums over chunks stay as they are.
+    With a `rule.dtype` the products of tokens and pairs take and give that, and what is kept of these and of the weights for the gradient is in
+    it; W, S, M0, the products of gates, Newton-Schulz and what sums over chunks stay as they are.
     ValueError for `exp` features with Newton-Schulz: the memory is known by its coefficients alone, the weights it would see are infinite;
     for a state and gates of which one has momentum; and for a rule.dtype that is not half of float32 fast weights.
     """

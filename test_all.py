@@ -1726,7 +1726,7 @@ def test_blocks_of_a_transformer_compile_whole(preset, monkeypatch):
         assert any(op in target for target in compiled)
 
 
-@every_preset
+@pytest.mark.parametrize("preset", [name for name in models.PRESETS if models.configure(name).mixer == "memory"])
 def test_a_memory_in_bfloat16(preset):
     """--memory-dtype: logits and gradient are float32's but for rounding (which Muon's coefficients multiply here, cubic does not); and the state's
     precision is."""
