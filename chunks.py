@@ -558,9 +558,9 @@ def advance(rule, state, W, S, length, O=(), sums=()):
 
 def run(forward, backward, how, parts, *groups):
     """forward(how, parts, *groups), with a gradient if there may be one -> what is read, the matrices at the end."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():                           # detached as in Chunks: compiled, a parameter would be another graph
         with below_autograd():
-            return forward(how, parts, *groups)
+            return forward(how, parts, *([a.detach() for a in group] for group in groups))
     sizes = [len(group) for group in (parts, *groups)]
     y, *after = Chunks.apply(forward, backward, how, sizes, *parts, *(a for group in groups for a in group))
     return y, after
@@ -820,10 +820,10 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
     if C and count > 1 and not dafter:
         dafter = [torch.zeros_like(d[-1], dtype=part.coef.dtype) for d in dCs]
     slots = list(zip(*(d.unbind(0) for d in dCs))) or [(), ()]                   # that of C before each chunk and after the last, for products
-    if C and dafter:
+    if C and dafter:                                          # a list, as learn_chunk_backward returns: to torch.compile a tuple is another type
         for d, given in zip(slots[-1], dafter):
             d.copy_(given)
-        last, dafter = [merged(d[1:]) for d in dCs], dafter if how.rule.dtype else slots[-1]
+        last, dafter = [merged(d[1:]) for d in dCs], dafter if how.rule.dtype else list(slots[-1])
     else:
         slots[-1] = last = [memory.cast(d, how.rule.dtype) for d in dafter]
     dvs, rest = grads.v.unbind(0), []

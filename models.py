@@ -240,13 +240,14 @@ class Unit(torch.autograd.Function):
     def forward(ctx, x):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         y = x / norm.clamp_min(1e-12)
-        ctx.save_for_backward(y, norm.masked_fill_(norm < 1e-12, torch.inf))     # zero, as of padding, has no direction and no gradient
+        ctx.save_for_backward(y, norm)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g):
         y, norm = ctx.saved_tensors
+        norm = norm.masked_fill(norm < 1e-12, torch.inf)      # zero, as of padding, has no direction and no gradient
         return torch.addcmul(g, y, (g * y).sum(-1, keepdim=True), value=-1).div_(norm)
 
 

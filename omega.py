@@ -304,6 +304,8 @@ def recur(factors, rows):
 
     The product has c times as much to compute. A GPU prefers it to c short steps; on a CPU they take a third of its time.
     """
+    if rows.shape[-2] == 1:
+        return rows, rows[..., 0, :]
     if rows.device.type == "cpu" and not torch.compiler.is_compiling():
         return Recurrence.apply(factors, rows)
     y = decay(log(factors))[1] @ rows
@@ -354,8 +356,11 @@ def muon_mixing(gates, m, pos):
         rows = torch.cat([rows, torch.eye(c, **like)[:, -1:]], -1).expand(*gates.momentum.shape, -1)
         rows = recur(gates.momentum.flip(-1).roll(1, -1), rows.flip(-2))[0].flip(-2)
         momprod = gates.momentum[..., :1, None] * rows[..., :1, :].mT
-    diagonals = enumerate(gates.gate.unbind(-1))              # G = R^T Gate, one diagonal of Gate at a time, for R has few columns
-    G = sum(F.pad(rows.mT * g[..., None, :], (j, gates.gate.shape[-1] - 1 - j)) for j, g in diagonals)
+    if c == 1:                                                # G = R^T Gate
+        G = rows.mT * gates.gate
+    else:                                                     # one diagonal of Gate at a time, for R has few columns
+        diagonals = enumerate(gates.gate.unbind(-1))
+        G = sum(F.pad(rows.mT * g[..., None, :], (j, gates.gate.shape[-1] - 1 - j)) for j, g in diagonals)
     # tokens that fill up a block keep all (keep 1) and write nothing (step 0)
     keep, minus_step = (F.pad(a, fill, value=x).unflatten(-1, (blocks, -1)) for a, x in ((gates.keep, 1.0), (-gates.step, 0.0)))
     own, own_last = recur(keep, minus_step[..., None])
@@ -393,7 +398,7 @@ def chunked(rule, phi, q, k, v, gates, state):
     w = rule.window + idle                                    # columns are faster (a chunk by 3 - 7 %)
     missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
     gates = gates._replace(gate=F.pad(gates.gate, (idle, 0)))
-    if missing:
+    if missing > idle:
         i = torch.arange(T, device=q.device)[:, None] + torch.arange(w, device=q.device)
         gates = gates._replace(gate=gates.gate * (i >= missing))
     low = lambda a: memory.cast(a, rule.dtype)

@@ -40,7 +40,9 @@ def monomial_table(dim, degree):
 
 
 class Pairs(torch.autograd.Function):
-    """Monomials of degree 2 for torch.compile, as gathers: x_i x_j scale[its degree] root for i <= j, (..., n, T) -> (..., E, T), n = 1 + D.
+    """Monomials of degree 2 as gathers, for torch.compile and for few tokens: x_i x_j scale[its degree] root for i <= j.
+
+    (..., n, T) -> (..., E, T), n = 1 + D, as Monomials, to the bit.
 
     In the gradient a row of dx is a sum of n products: g of (i, j) times x_j, and twice that of x_i^2.
     """
@@ -184,7 +186,8 @@ class Features(nn.Module):
             return torch.cat([s[0].expand(*x.shape[:-1], 1), s[1] * x, (s[2] * x) @ self.sketch[0] * (x @ self.sketch[1])], -1)
         x = nn.functional.pad(x.mT, (0, 0, 1, 0), value=1.0)
         how = s, self.degrees, self.multinomial.sqrt()
-        if self.degree == 2 and torch.compiler.is_compiling():
+        few = x.shape[-1] <= 16 and not torch.is_grad_enabled()                  # text being generated: there each call counts
+        if self.degree == 2 and (few or torch.compiler.is_compiling()):
             return Pairs.apply(x, *how).mT
         return Monomials.apply(x, *how, self.degree).mT
 
