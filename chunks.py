@@ -33,6 +33,7 @@ Newton-Schulz and of advance_blocks, nor what goes from chunk to chunk, W and S 
 in the second half all gradients.
 """
 from contextlib import nullcontext
+from functools import reduce
 from itertools import islice, repeat
 from typing import NamedTuple
 
@@ -504,7 +505,7 @@ def muon_run(rule, state, parts, B):
 # ---------------------------------------------------------------------------------------------------------------------------
 # Many chunks at a time, and all of them as one step of autograd's.
 
-AT_ONCE = dict(cpu=100_000, cuda=2**26)                       # numbers; measured on a CPU, a guess for a GPU
+AT_ONCE = dict(cpu=120_000, cuda=2**26)                       # numbers; measured on a CPU, a guess for a GPU
 
 
 def stretches(parts, weights, alone):
@@ -958,8 +959,8 @@ def muon_read_backward(how, C, coef, M0, xq, z, reads, dy):
         dxq = read_backward(0, xq, dy)
     else:
         dz = memory.hidden_backward(rule.memory, z, read_backward(-1, memory.hidden(rule.memory, z), dy))
-        dxq = sum(read_backward(i, xq, part) for i, part in enumerate(dz.chunk(firsts(rule), -1)))
-    return dC, sum(dcoef), dM0, dxq
+        dxq = reduce(plus, [read_backward(i, xq, part) for i, part in enumerate(dz.chunk(firsts(rule), -1))])
+    return dC, reduce(plus, dcoef), dM0, dxq
 
 
 def muon_stretch_backward(how, part, grads, read, saved, dy, M0, anchor, starts):
