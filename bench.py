@@ -97,12 +97,12 @@ def clock(run, device, timer=None):
     return timer() - began
 
 
-def race(runs, seconds, device, must=math.inf, rounds=3):
-    """The contestants (name -> function) take turns until the seconds are over -> name -> times.
+def race(runs, seconds, device, must=math.inf):
+    """The contestants (name -> function) take turns, three rounds at least, until the seconds are over -> name -> times.
 
     One whose memory runs out, or that cannot be compiled, is left out, and after the first `must` those for which there is no time.
     """
-    began, first = now(device), {}
+    began, first, rounds = now(device), {}, 3
     for name, run in runs.items():
         if len(first) >= must and (1 + rounds) * (now(device) - began) > seconds:
             break
@@ -308,23 +308,23 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     """FLOPs of omega() for one head and T tokens, forward; backward takes twice that. A product and a sum are two.
 
     Matrix products only, and dense: the upper triangle of P counts in full, as it is computed; phi and the recurrence for P do not.
-    C tokens a chunk, n = C + window - 1 pairs; terms in the order of omega.py.
+    c tokens a chunk, n = c + window - 1 pairs; terms in the order of omega.py.
     """
-    C, sizes = min(rule.chunk, T), memory.shapes(rule.memory, E, hidden, D)
-    n, weights, deep = C + rule.window - 1, sum(a * b for a, b in sizes), rule.memory != "linear"
+    c, sizes = min(rule.chunk, T), memory.shapes(rule.memory, E, hidden, D)
+    n, weights, deep = c + rule.window - 1, sum(a * b for a, b in sizes), rule.memory != "linear"
     flops = 2 * n * weights + deep * 2 * n * hidden * D                          # errors: through the memory and back
     spared = 0
     if rule.muon_every:
-        blocks = -(-C // rule.muon_every)
+        blocks = -(-c // rule.muon_every)
         flops += 2 * (blocks + momentum) * n * weights                           # the sum of S of each block, and the last S
         ns = sum(ns_flops(a, b, rule.ns_steps, rule.ns_gram) for a, b in sizes)
         flops, spared = flops + blocks * ns, ns * (rule.muon_every > 1)          # by the first block of a text
-        flops += 2 * blocks * (blocks - 1) * weights + 4 * C * weights           # W of each block; reads of W and NS(S)
+        flops += 2 * blocks * (blocks - 1) * weights + 4 * c * weights           # W of each block; reads of W and NS(S)
     else:
-        flops += 2 * C * n * D + deep * 2 * C * n * hidden                       # R X^T of the first and the last layer
-        flops += sum(2 * C * n * b for _, b in sizes)                            # (P o R X^T) D
-        flops += (1 + momentum) * (2 * C * weights + 2 * n * weights)            # reads of W and S; the last W and S
-    return flops * T / C - spared
+        flops += 2 * c * n * D + deep * 2 * c * n * hidden                       # R X^T of the first and the last layer
+        flops += sum(2 * c * n * b for _, b in sizes)                            # (P o R X^T) D
+        flops += (1 + momentum) * (2 * c * weights + 2 * n * weights)            # reads of W and S; the last W and S
+    return flops * T / c - spared
 
 
 def rule_run(bench, rule, batch, H, T):
@@ -599,7 +599,7 @@ def plot(records, folder):
         if axes.lines:
             axes.set(xlabel=label, title=title)
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
             folder.mkdir(exist_ok=True)
             figure.savefig(folder / f"bench-{part}.png", dpi=150, bbox_inches="tight")
             print(f"wrote {folder / f'bench-{part}.png'}")

@@ -220,7 +220,7 @@ def plus(a, b):
 # Without Newton-Schulz.
 
 def learn_chunk(how, part, M0, C, anchor, after):
-    """One chunk (or a part of one) learns without Newton-Schulz: its last W_t (Eq 10) and S_t (Eq 33), written to `after`.
+    """One chunk (or a part of one) learns without Newton-Schulz: its last W_t (Eq 10, 12) and S_t (Eq 33), written to `after`.
 
         x_i, d_i = gradients of all n pairs at the anchor               one pass through the memory and back (Eq 16)
         W = X^T (P_last o D),   S = X^T (G_last o D)                    what the chunk adds
@@ -271,7 +271,7 @@ def plain_chunks(how, parts, M0, C, anchor, kept=None):
     """All chunks -> what is read (chunks, N, c, D), C at the end. `kept` gets what the gradient needs: first C before each chunk and
     after the last (chunks + 1, N, ..), then of each stretch.
     """
-    (count, N, n, D), c, s, alone = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2], not C
+    (count, N, _, D), c, s, alone = parts.v.shape, parts.coef.shape[2], parts.ends.shape[2], not C
     cuts = stretches(parts, C or M0, alone)
     room = 1 + (count if kept is not None else longest(cuts))
     Cs = [w.new_empty(room, N, s, *w.shape[-2:], dtype=how.rule.dtype) for w in C or M0]
@@ -654,7 +654,7 @@ def dots(t, a):
 def read_carried_backward(R, C, coef, M0, tall, reads, dz):
     """The gradient of read_carried, from dz (N, c, out) -> dR, dC, dcoef, dM0; dC, dcoef are None without C, dM0 without M0.
 
-    dC is a pair (a, b) whose product is a^T b, which is best written straight to where it ends.
+    dC is two factors, whose product is best written straight to where it ends.
     """
     dR = dM0 = None
     if M0 is not None:
@@ -663,9 +663,9 @@ def read_carried_backward(R, C, coef, M0, tall, reads, dz):
         return dR, None, None, dM0
     if tall:
         dreads = scaled(dz, coef)
-        return memory.transposed_product(dreads, C.mT, R, dR), (dreads, R), dots(reads, dz), dM0
+        return memory.transposed_product(dreads, C.mT, R, dR), (dreads.mT, R), dots(reads, dz), dM0
     dscaled = torch.bmm(dz, C.mT)
-    return combined(dscaled, coef, dR), (scaled(R, coef), dz), dots(dscaled, R), dM0
+    return combined(dscaled, coef, dR), (scaled(R, coef).mT, dz), dots(dscaled, R), dM0
 
 
 def write_backward(X, D, last, tall, dC):
@@ -742,14 +742,15 @@ def learn_chunk_backward(how, part, learned, carried, dC, dafter, low):
     return dC, dv, dW, dz, dlast
 
 
-def write_rest_backward(how, part, learned, C, dlast, dafter):
+def write_rest_backward(how, part, writes, pairs, C, dlast, dafter):
     """The rest of learn_chunk's gradient, for any number of chunks at once; C and dafter (N, s, k, wide) of each matrix, before and after.
 
+    writes: the x that `write` had of each matrix.
     -> gradients of the x of the first `write` (None if it is tall: that is a product), and of the last, ends, across of Part. dlast: what
     learn_chunk_backward has of it.
     """
     tall, dx, dends, dacross = how.tall, None, None, None
-    for i, (x, (_, d), dto) in enumerate(zip(learned.writes, learned.again.pairs, dafter)):
+    for i, (x, (_, d), dto) in enumerate(zip(writes, pairs, dafter)):
         end = dto.flatten(1, 2)
         if not i and not tall[i]:
             reads = torch.bmm(d, end.mT)
@@ -764,7 +765,7 @@ def write_rest_backward(how, part, learned, C, dlast, dafter):
 
 def read_chunks_backward(how, part, grads, W, saved, C, M0, zq, RX, reads, dz):
     """The gradient of read_chunks -> that of M0, of each d and of the last x; the pairs, as memory.Recomputed; what `write` made of the narrow
-    side; the gradient of C, and of xk: pairs (a, b) whose product is a^T b, that of xk only if it had a part in qk. Of part: to `grads`.
+    side; two factors of the gradient of each C; of that of xk pairs (a, b), for a^T b, only if it had a part in qk. Of part: to `grads`.
 
     W: the weights at which the chunks took gradients, `saved` what memory.gradients left.
     """
@@ -810,14 +811,14 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
     saved, (zq, RX), reads, _ = of_stretch(how, kept)
     dCs, at = [c.new_empty(count + 1, *c.shape[1:]) for c in C], anchor or [c[:, :, 0] for c in C]
     W, C, starts = gradient_point(how, M0, at, N), [merged(c) for c in C], [m[: count * N] for m in starts]
-    dM0, dd, da, again, rows, pairs, dxk = read_chunks_backward(
+    dM0, dd, da, again, rows, dreads, dxk = read_chunks_backward(
         how, flat, grads.each(merged), W, saved, [c.flatten(1, 2) for c in C], starts, zq, RX, reads, merged(dy))
-    for d, (a, b) in zip(dCs, pairs):                         # not in there: compiled, that would be a copy more
-        memory.product_to(merged(d[:count]).flatten(1, 2), a.mT, b)
+    for d in dCs:                                             # not in there: compiled, that would be a copy more
+        memory.product_to(merged(d[:count]).flatten(1, 2), *dreads.pop(0))
     dM0 = [of_heads(d, m) for d, m in zip(dM0, M0)]
 
-    learned = Learned(again, written(flat, again.pairs), rows, balls, dd, da)
-    many = separate(learned, count)
+    pairs, writes = again.pairs, written(flat, again.pairs)
+    learned = separate(Learned(again, writes, rows, balls, dd, da), count)
     if C and count > 1 and not dafter:
         dafter = [torch.zeros_like(d[-1], dtype=part.coef.dtype) for d in dCs]
     slots = list(zip(*(d.unbind(0) for d in dCs))) or [(), ()]                   # that of C before each chunk and after the last, for products
@@ -829,14 +830,15 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
         slots[-1] = last = [memory.cast(d, how.rule.dtype) for d in dafter]
     dvs, rest = grads.v.unbind(0), []
     for j in reversed(range(count)):
-        dafter, dv, dW, *more = learn_chunk_backward(how, ones[j], many[j], bool(C and not anchor), slots[j], dafter, slots[j + 1])
+        dafter, dv, dW, *more = learn_chunk_backward(how, ones[j], learned[j], bool(C and not anchor), slots[j], dafter, slots[j + 1])
         dvs[j].copy_(dv)
         dM0 = [m.add_(of_heads(w, m)) for m, w in zip(dM0, dW)]
         rest.append(more)
     dz, dlast = (joined(a) for a in zip(*reversed(rest)))
+    del again, learned, dd, da, rest, more                    # to make room: here is the peak of memory
     dx = dends = dacross = None
     if last and (C or not tall[0]):                           # else that has nothing to do
-        dx, dlast, dends, dacross = write_rest_backward(how, flat, learned, C, dlast, last)
+        dx, dlast, dends, dacross = write_rest_backward(how, flat, writes, pairs, C, dlast, last)
     to_xw = [(rows[0], last[0].flatten(1, 2).mT)] if last and tall[0] else []
     to_xk = [(a.mT, b.mT) for a, b in dxk] + [(dz, W[0])]
     if flat.xw is None:
@@ -951,8 +953,8 @@ def muon_read_backward(how, C, coef, M0, xq, z, reads, dy):
 
     def read_backward(i, rows, dz):
         rows, dz = (in_blocks(a, len(coef) // N, *fill) for a in (rows, dz))
-        drows, (x, y), dcoef[i], dM0[i] = read_carried_backward(rows, C[i], coef, nth_or_none(M0, i), tall[i], reads[i], dz)
-        dC[i] = torch.bmm(x.mT, y)
+        drows, factors, dcoef[i], dM0[i] = read_carried_backward(rows, C[i], coef, nth_or_none(M0, i), tall[i], reads[i], dz)
+        dC[i] = torch.bmm(*factors)
         return drows.reshape(N, -1, drows.shape[2])[:, fill[0]: fill[0] + c]
 
     if rule.memory == "linear":

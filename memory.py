@@ -14,6 +14,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in 
     code       ATLAS        Titans      meaning
     M, W       M_t          M_t         fast weights of one sequence and head, a tuple of matrices; M0 where they start
     S          S_t          S_t         momentum of the gradients
+    O          -            -           Newton-Schulz of S_t, in Eq 32
     keep       alpha_t      1 - alpha_t fraction of the memory retained, in (0, 1]
     step       eta_t        theta_t     inner step size, > 0
     momentum   theta_t      eta_t       momentum decay, in (0, 1)
@@ -22,7 +23,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in 
     chunk      b            b           tokens that share one gradient point
     degree     p            1           polynomial degree of phi
 
-    B batch   H heads   N = B H   T tokens   D head dim   E = dim of phi(k)   f hidden width of the memory
+    B batch   H heads   N = B H   T tokens   D head dim   E = dim of phi(k)
     c tokens of a chunk (the paper's c is `window`)   n pairs that a chunk learns from
 """
 import math
@@ -43,9 +44,9 @@ EPS = 1e-6                                                    # of the norm insi
 LP = 3                                                        # MIRAS' Moneta: |y - v|_p^p with p = 3
 
 
-def shapes(kind, e, f, d):
-    """The shapes of the weights W of a memory from E features through f hidden units to D outputs."""
-    return {"linear": [(e, d)], "mlp": [(e, f), (f, d)], "gated": [(e, f), (e, f), (f, d)]}[kind]
+def shapes(kind, e, width, d):
+    """The shapes of the weights W of a memory from E features through `width` hidden units to D outputs."""
+    return {"linear": [(e, d)], "mlp": [(e, width), (width, d)], "gated": [(e, width), (e, width), (width, d)]}[kind]
 
 
 def apply(kind, W, x, r, norm=False):

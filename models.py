@@ -24,7 +24,7 @@ from muon import COEFFICIENTS
 from poly import FEATURES, Features, features_dim
 
 WIRINGS = ("lmm", "mag", "mal", "mac")
-LIMIT = 2**31                                                 # below it are all integers: torch takes some, as threads, in 32 bits
+LIMIT = 2**31                                                 # every integer setting is below it: torch takes some, as threads, in 32 bits
 
 
 def opt(default, help, **more):
@@ -280,7 +280,7 @@ class MemoryState(NamedTuple):
 class Memory(nn.Module):
     """The layer that learns at test time (Figure 3, right): projections, convolution, gates, the Omega rule, norm, output gate.
 
-    With `muon`, what a token writes is read from the next block of `muon_every` tokens on: a sequence of at most that many reads M0 alone,
+    With `muon`, what a token writes is read from the next block of `muon_every` > 1 tokens on: a sequence of at most that many reads M0 alone,
     and its values get no gradient. For short sequences take muon=False, or a small muon_every.
     """
     conv_width = 4
@@ -379,9 +379,9 @@ omega.COMPILED += [(Memory, "rows"), (omega, "features")]      # passes over all
 
 
 class AttentionState(NamedTuple):
-    k: torch.Tensor                                           # (B, H, n, D), at most attn_window - 1 of them if that is set
+    k: torch.Tensor                                           # (B, H, n, D), n < attn_window if that is set; in mac (B, H, 1 or 2, n, D), of h and x
     v: torch.Tensor
-    pos: int                                                  # tokens so far
+    pos: int                                                  # tokens so far; in mac of the segment
 
 
 def rope(x, pos):
@@ -463,7 +463,7 @@ def attend(q, k, v, window, pk=None, pv=None):
 class WiringState(NamedTuple):
     memory: MemoryState | None
     attention: AttentionState | None                          # of mac: the segment in progress
-    frozen: tuple                                             # of mac: the fast weights at the start of the segment
+    frozen: tuple                                             # of mac: the fast weights, and keys, at the start of the segment
 
 
 class Wiring(nn.Module):

@@ -50,8 +50,8 @@ def inverse_norm(S):
 
 
 def least_square(*stacks):
-    """The least |S|^2 that does not count as zero. An entry's square, on average a share of it, is then far above the smallest number: what
-    squares lose that underflow, or are flushed to zero, is no noticeable part of the sum. (bfloat16 and float16 are summed in float32.)
+    """The least |S|^2 that does not count as zero: 1000 times the smallest normal number an entry, so that squares which underflow, or are
+    flushed to zero, are no noticeable part of the sum. (bfloat16 and float16 are summed in float32.)
     """
     tiny = torch.finfo(torch.promote_types(stacks[0].dtype, torch.float32)).tiny
     return 1e3 * tiny * max(S.shape[-2:].numel() for S in stacks)

@@ -84,7 +84,7 @@ class Rule(NamedTuple):
 
 class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network; see the table in memory.py."""
-    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; its gradient is off by eps / keep wherever `decay` is used
+    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; the error of its gradient is about eps / keep where `decay` is
     step: torch.Tensor                                        # (B, H, T)
     momentum: torch.Tensor | None                             # (B, H, T) in (0, 1): at 0 its gradient is lost in the log; None for none
     gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
@@ -232,7 +232,7 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
         G = Theta @ band(Gate)                                # (N, c, n); Eq 9 weighs pair i in step t by band(Gate)[t, i]
         total = lambda a, g: [a * s + x.mT @ (g[..., None] * d) for s, (x, d) in zip(S, pairs)]                   # a S_0 + sum_i g_i x_i^T d_i
         if not m:
-            keepprod, A = decay(log(keep[..., 0]))            # Eq 10: W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
+            keepprod, A = decay(log(keep[..., 0]))            # Eq 10, 12: W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
             P, u = -(A * step.mT) @ G, -(A * step.mT) @ momprod                  # (N, c, n), (N, c, 1)
             read = lambda i, r: (r @ M0[i] + keepprod * (r @ W[i]) + u * (r @ S[i])               # all r_t W_t at once:
                                  + (P * (r @ pairs[i][0].mT)) @ pairs[i][1])     # attention, with P for a softmax

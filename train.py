@@ -1,6 +1,6 @@
 """train.py - the outer loop: text in, checkpoints and a log out. The inner loop, which learns as it reads: omega.py.
 
-    python train.py                                      the tiny ATLAS for this machine
+    python train.py                                      the default ATLAS: tiny, on CUDA baby
     python train.py --model transformer --out base       a baseline
     python train.py --data my.txt --window 1 --no-muon   your own text; nearly every field of models.Config is a flag
     python train.py --resume                             go on exactly where OUT/ckpt.pt stopped (--steps: to train longer)
@@ -461,11 +461,17 @@ def peak_memory(device):
     with suppress(OSError, StopIteration):                    # Linux, where getrusage would also tell of the program that started this one
         peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
         return f"{int(peak.split()[1]) / 2**10:,.0f} MiB"
+    most = most_resident()
+    return "unknown" if math.isnan(most) else f"{most / 2**20:,.0f} MiB"
+
+
+def most_resident():
+    """The most bytes of memory that this process has ever occupied; nan on Windows."""
     try:
-        from resource import RUSAGE_SELF, getrusage           # not on Windows
+        from resource import RUSAGE_SELF, getrusage
     except ImportError:
-        return "unknown"
-    return f"{getrusage(RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == 'darwin' else 2**10):,.0f} MiB"
+        return math.nan
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def out_of_memory(fault):
@@ -812,7 +818,7 @@ def describe(tc, model, device, dtype, tokenizer, splits, used):
         f"vocabulary of {tokenizer.vocab_size:,}")
     say(f"model    {tc.model}, {tc.size}: {model.num_params():,} parameters")
     every = model.config.rule().muon_every
-    if model.config.mixer == "memory" and tc.seq_len <= every:
+    if model.config.mixer == "memory" and 1 < every and tc.seq_len <= every:
         say(f"warning: what a memory has written is first read after --muon-every {every} tokens, so never in a sequence of --seq-len "
             f"{tc.seq_len}; lower --muon-every")
 
