@@ -109,7 +109,7 @@ def start(rule, phi, M0, batch, momentum=True):
     """The state before the first token: W = M0 for every sequence, S = 0 (choice 10). M0: matrices (H, in, out)."""
     W = tuple(w.expand(batch, *w.shape) for w in M0)
     base = tuple(M0) if rule.forget == "start" else ()        # choice 21
-    W = tuple(torch.zeros_like(w) for w in W) if base else W
+    W = tuple(torch.zeros_like(w) if base else w.clone() for w in W)             # its own: an optimizer changes M0 in place
     S = tuple(torch.zeros_like(w) for w in W) if momentum else ()
     none = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
     return State(base, W, S, W, (), (), none, none, none if phi.kind == "exp" else None, 0, bool(base))

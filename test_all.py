@@ -1467,6 +1467,18 @@ def test_detach(preset):
     assert all(p.grad is not None for p in model.parameters() if id(p) in starts)
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+@torch.no_grad()
+def test_a_state_without_M0_does_not_move_with_it(tokens):
+    """With forget = "zero" M0 is where W begins: gradients would be taken at the M0 of after an optimizer's step, and W grow from that before."""
+    model = small("titans", forget="zero")
+    state = models.detach(model(torch.randint(11, (2, tokens)))[1])
+    before = [t.clone() for t in tensors(state)]
+    for p in model.parameters():
+        p.add_(1.0)
+    assert before and all(torch.equal(a, b) for a, b in zip(tensors(state), before, strict=True))
+
+
 def test_detach_of_weights_that_are_no_parameters():
     """Of torch.func.functional_call: M0 would learn nothing from the second segment on, silently."""
     model, (x, y) = small("omeganet"), torch.randint(11, (2, 1, 9))
@@ -5002,6 +5014,7 @@ MUTANTS = [
      "test_chunk_steps_compile_whole[omeganet]"),
     ("nothing but products in the products' precision", "memory.py", "return a if dtype is None or a.dtype == dtype else a.to(dtype)", "return a",
      "test_a_memory_in_bfloat16_keeps_less"),
+    ("the first anchor is M0 itself", "omega.py", "w.clone() for w in W)", "w for w in W)", "test_a_state_without_M0_does_not_move_with_it"),
     ("few tokens' features as those of many", "poly.py", "few or torch", "torch", "test_a_token_takes_few_calls"),
     ("one token's Theta Gate as that of many", "omega.py", "if c == 1:", "if False:", "test_a_token_takes_few_calls"),
     ("Theta Gate of one token, backwards", "omega.py", "rows.mT * gates.gate\n", "rows.mT * gates.gate.flip(-1)\n", "test_any_split_is_the_whole[atlas]"),
