@@ -2117,9 +2117,9 @@ def test_every_model_trains(preset, more):
     window = {"attn_window": 8} if models.PRESETS[preset].get("attn_window") != 0 else {}
     model = small(preset, **{**more, **window, "n_layer": 1, "vocab_size": 128, "chunk": 8, "muon_every": 8})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    T, steps = 6 if "wiring" in more else 16, 30      # two chunks, or one, with the persistent tokens: wirings are slow
+    T = 6 if "wiring" in more else 16                         # two chunks, or one, with the persistent tokens: wirings are slow
     ids, losses = torch.tensor(list(b"the quick brown fox jumps over the lazy dog, and then again: " * 9)), []
-    for step in range(steps):
+    for step in range(30):
         x = torch.stack([ids[i: i + T + 1] for i in torch.randint(len(ids) - T - 1, (2,)).tolist()])
         loss = model.loss(x[:, :-1], x[:, 1:])
         optimizer.zero_grad()
