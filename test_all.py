@@ -3447,7 +3447,7 @@ def test_the_other_processes_have_dropout_of_their_own(tmp_path, monkeypatch):
 def test_windows_too_short_to_read_what_was_written(text, tmp_path, capsys):
     """Newton-Schulz once in 128 tokens on windows of 128 trains a memory that never answers with what it saw, and nothing else would tell."""
     for flags, warned in (((), False), (("--seq-len", 8), True), (("--seq-len", 8, "--no-muon"), False),
-                          (("--seq-len", 8, "--model", "transformer"), False)):
+                          (("--seq-len", 8, "--model", "transformer"), False), (("--seq-len", 1, "--muon-every", 1), False)):
         assert go(text, tmp_path / "out", "--steps", 1, *flags) == 0
         assert ("lower --muon-every" in capsys.readouterr().out) == warned
 
@@ -5016,6 +5016,7 @@ MUTANTS = [
     ("nothing but products in the products' precision", "memory.py", "return a if dtype is None or a.dtype == dtype else a.to(dtype)", "return a",
      "test_a_memory_in_bfloat16_keeps_less"),
     ("the first anchor is M0 itself", "omega.py", "w.clone() for w in W)", "w for w in W)", "test_a_state_without_M0_does_not_move_with_it"),
+    ("--muon-every 1 is warned of", "train.py", "1 < every and tc.seq_len", "tc.seq_len", "test_windows_too_short_to_read_what_was_written"),
     ("few tokens' features as those of many", "poly.py", "few or torch", "torch", "test_a_token_takes_few_calls"),
     ("one token's Theta Gate as that of many", "omega.py", "if c == 1:", "if False:", "test_a_token_takes_few_calls"),
     ("Theta Gate of one token, backwards", "omega.py", "rows.mT * gates.gate\n", "rows.mT * gates.gate.flip(-1)\n", "test_any_split_is_the_whole[atlas]"),
