@@ -811,10 +811,10 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
     saved, (zq, RX), reads, _ = of_stretch(how, kept)
     dCs, at = [c.new_empty(count + 1, *c.shape[1:]) for c in C], anchor or [c[:, :, 0] for c in C]
     W, C, starts = gradient_point(how, M0, at, N), [merged(c) for c in C], [m[: count * N] for m in starts]
-    dM0, dd, da, again, rows, dreads, dxk = read_chunks_backward(
+    dM0, dd, da, again, rows, factors, dxk = read_chunks_backward(
         how, flat, grads.each(merged), W, saved, [c.flatten(1, 2) for c in C], starts, zq, RX, reads, merged(dy))
-    for d in dCs:                                             # not in there: compiled, that would be a copy more
-        memory.product_to(merged(d[:count]).flatten(1, 2), *dreads.pop(0))
+    for d in dCs:                                             # not in there: compiled, that would be a copy more; popped, to make room
+        memory.product_to(merged(d[:count]).flatten(1, 2), *factors.pop(0))
     dM0 = [of_heads(d, m) for d, m in zip(dM0, M0)]
 
     pairs, writes = again.pairs, written(flat, again.pairs)
@@ -822,9 +822,10 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
     if C and count > 1 and not dafter:
         dafter = [torch.zeros_like(d[-1], dtype=part.coef.dtype) for d in dCs]
     slots = list(zip(*(d.unbind(0) for d in dCs))) or [(), ()]                   # that of C before each chunk and after the last, for products
-    if C and dafter:                                          # a list, as learn_chunk_backward returns: to torch.compile a tuple is another type
+    if C and dafter:
         for d, given in zip(slots[-1], dafter):
             d.copy_(given)
+        # to torch.compile a tuple, or the `low` of this chunk itself, would be another case than the list that learn_chunk_backward returns
         last, dafter = [merged(d[1:]) for d in dCs], dafter if how.rule.dtype else list(slots[-1])
     else:
         slots[-1] = last = [memory.cast(d, how.rule.dtype) for d in dafter]

@@ -302,7 +302,7 @@ class Recurrence(torch.autograd.Function):
 def recur(factors, rows):
     """Recurrence, or the one product that is the same: P_t = keep_t P_{t-1} - step_t G_t, or P = -A (diag(step) G).
 
-    The product has c times as much to compute. A GPU prefers it to c short steps; on a CPU they take a third of its time.
+    The product has c times as much to compute. A GPU prefers it to c short steps; on a CPU they take a third of its time. One row is itself.
     """
     if rows.shape[-2] == 1:
         return rows, rows[..., 0, :]

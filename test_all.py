@@ -1700,7 +1700,7 @@ def plain_again(monkeypatch):
 @pytest.mark.parametrize("preset, graphs", [("omeganet", 13), ("atlas", 9)], ids=["omeganet", "atlas"])
 def test_chunk_steps_compile_whole(preset, graphs, monkeypatch):
     """One graph for a chunk's step, forward and backward, and the same numbers: a graph break costs a GPU more than it saves, and so do graphs
-    for the same step twice, as of a list and of a tuple. The first chunk and the last are steps of their own.
+    for the same step twice, as of a list and of a tuple. Only the first chunk is a step of its own.
 
     Limits of torch._dynamo belong to a thread, and on CUDA gradients have one of their own: there the ninth shape would be eager.
     """
