@@ -810,6 +810,17 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
     (count, N), tall, flat = part.v.shape[:2], how.tall, part._replace(v=None).each(merged)
     saved, (zq, RX), reads, _ = of_stretch(how, kept)
     dCs, at = [c.new_empty(count + 1, *c.shape[1:]) for c in C], anchor or [c[:, :, 0] for c in C]
+    if C and count > 1 and not dafter:
+        dafter = [torch.zeros_like(d[-1], dtype=part.coef.dtype) for d in dCs]
+    slots = list(zip(*(d.unbind(0) for d in dCs))) or [(), ()]                   # that of C before each chunk and after the last, for products
+    if C and dafter:
+        given, last = [d.copy_(a) for d, a in zip(slots[-1], dafter)], [merged(d[1:]) for d in dCs]
+        # The caller's list, too, or it would keep the stretch after this one. To torch.compile a tuple, or other views than slots[-1], or the
+        # `low` of this chunk itself with a rule.dtype, would be another case than the list that learn_chunk_backward returns.
+        if not how.rule.dtype:
+            dafter[:] = given
+    else:
+        slots[-1] = last = [memory.cast(d, how.rule.dtype) for d in dafter]
     W, C, starts = gradient_point(how, M0, at, N), [merged(c) for c in C], [m[: count * N] for m in starts]
     dM0, dd, da, again, rows, factors, dxk = read_chunks_backward(
         how, flat, grads.each(merged), W, saved, [c.flatten(1, 2) for c in C], starts, zq, RX, reads, merged(dy))
@@ -819,16 +830,6 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
 
     pairs, writes = again.pairs, written(flat, again.pairs)
     learned = separate(Learned(again, writes, rows, balls, dd, da), count)
-    if C and count > 1 and not dafter:
-        dafter = [torch.zeros_like(d[-1], dtype=part.coef.dtype) for d in dCs]
-    slots = list(zip(*(d.unbind(0) for d in dCs))) or [(), ()]                   # that of C before each chunk and after the last, for products
-    if C and dafter:
-        for d, given in zip(slots[-1], dafter):
-            d.copy_(given)
-        # to torch.compile a tuple, or the `low` of this chunk itself, would be another case than the list that learn_chunk_backward returns
-        last, dafter = [merged(d[1:]) for d in dCs], dafter if how.rule.dtype else list(slots[-1])
-    else:
-        slots[-1] = last = [memory.cast(d, how.rule.dtype) for d in dafter]
     dvs, rest = grads.v.unbind(0), []
     for j in reversed(range(count)):
         dafter, dv, dW, *more = learn_chunk_backward(how, ones[j], learned[j], bool(C and not anchor), slots[j], dafter, slots[j + 1])
@@ -1018,5 +1019,6 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
             dM0 = [m.add_(of_heads(d, m)) for m, d in zip(dM0, dat)]
             if not anchor:
                 dfast = dfast._replace(W=[w.add_(d) for w, d in zip(dfast.W, dat)])
+        del each                                              # to make room for the next stretch's
     dW, dS, dsums, dO = dfast
     return dM0, dat if anchor else [], dW if W else [], dS, dsums if sums else [], dO

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -1176,6 +1177,23 @@ def test_remat_is_bit_equal_in_less_memory(preset):
         peaks.append(bench.peak_bytes(run, CPU))
     assert same(*grads)
     assert peaks[1] < 0.6 * peaks[0]
+
+
+@pytest.mark.parametrize("preset, learn, read", [("omeganet", "learn_chunk_backward", "read_chunks_backward"),
+                                                 ("atlas", "muon_learn_backward", "muon_read_backward")])
+def test_a_stretch_lets_go_of_the_one_after(preset, learn, read, monkeypatch):
+    """The gradient goes from the last stretch to the first: what reading has said of a later one's W is then no more than memory taken."""
+    storages, alive = [], []
+
+    def watched(name, notice):
+        real = getattr(chunks, name)
+        monkeypatch.setattr(chunks, name, lambda *args: notice(args) or real(*args))
+
+    watched(learn, lambda args: storages.extend(weakref.ref(d.untyped_storage()) for d in args[5 if preset == "atlas" else 4]))   # dheld, dC
+    watched(read, lambda args: alive.append(sum(ref() is not None for ref in storages)))
+    monkeypatch.setitem(chunks.AT_ONCE, "cpu", 1)             # a chunk each
+    forth_and_back(small(preset, n_layer=1), torch.randint(11, (2, 16)))
+    assert len(storages) > 4 and alive[:-1] == [0] * 3        # the first chunk has no W before it, and so no copy of its own
 
 
 @pytest.mark.parametrize("preset, more", [("swa", {}), ("dot", {}), ("omeganet", {}), ("atlas", dict(wiring="mac")), ("atlas++", {})])
@@ -5023,7 +5041,10 @@ MUTANTS = [
     ("one row that recurs", "omega.py", "    if rows.shape[-2] == 1:\n        return rows, rows[..., 0, :]\n", "", "test_a_token_takes_few_calls"),
     ("one row by its factor", "omega.py", "return rows, rows[..., 0, :]", "return rows * factors[..., None], rows[..., 0, :]", "test_recurrence"),
     ("validation compiles chunk steps of its own", "chunks.py", "[a.detach() for a in group]", "group", "test_validation_compiles_nothing_anew"),
-    ("the last chunk compiles a step of its own", "chunks.py", "list(slots[-1])", "slots[-1]", "test_chunk_steps_compile_whole[omeganet]"),
+    ("the last chunk compiles a step of its own", "chunks.py", "dafter[:] = given", "dafter = slots[-1]", "test_chunk_steps_compile_whole[omeganet]"),
+    ("a stretch keeps the one after it", "chunks.py", "dafter[:] = given", "dafter = list(given)", "test_a_stretch_lets_go_of_the_one_after"),
+    ("a stretch with Newton-Schulz keeps the one after it", "chunks.py", "        del each ", "        pass ",
+     "test_a_stretch_lets_go_of_the_one_after"),
     ("the convolution for torch.compile: taps the wrong way", "models.py", "taps[j] * seen[:, j: j + T]", "taps[-1 - j] * seen[:, j: j + T]",
      "test_chunk_steps_compile_whole[omeganet]"),
     ("compiled stretches of any size", "chunks.py", "    if Chunks.compiled:                                       # of one", "    if False:  # of one",
