@@ -437,8 +437,9 @@ def tune_cpu():
     mallopt(1, 0)                                             # M_MXFAST: no lists of small freed blocks, which large requests first merge
     mallopt(-4, 0)                                            # M_MMAP_MAX: large blocks come from the heap, too
     mallopt(-1, -1)                                           # M_TRIM_THRESHOLD: and stay there, however many
-    malloc.restype, size, page = ctypes.c_void_p, 2**30, 2**21
-    block = malloc(ctypes.c_size_t(size))                     # the heap's next GiB, which takes no memory before it is used
+    malloc.restype, page = ctypes.c_void_p, 2**21
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2         # of the heap's addresses: no memory before it is used
+    block = malloc(ctypes.c_size_t(size))
     if block:
         start = -(-block // page) * page
         madvise(ctypes.c_void_p(start), ctypes.c_size_t(block + size - start), 14)               # MADV_HUGEPAGE
