@@ -3695,13 +3695,6 @@ def test_tune_cpu_is_silent_without_glibc(monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here")
-def test_the_heap_is_of_huge_pages():
-    """Pages of 4 KiB take a layer 2 - 3 % more time."""
-    train.tune_cpu()
-    assert re.search(r"VmFlags:.* hg\b", Path("/proc/self/smaps").read_text())
-
-
 @pytest.mark.parametrize("files, cpus", [
     ({}, math.inf), ({"cpu.max": "max 100000"}, math.inf), ({"cpu.max": "250000 100000"}, 2), ({"cpu.max": "50000 100000"}, 1),
     ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
@@ -5076,7 +5069,6 @@ MUTANTS = [
     ("a new memory is gated", "memory.py", '    if kind != "gated":\n', "    if False:\n", "test_a_new_loss_is_never_another"),
     ("logs of an older version are dropped", "train.py", "if len(row) == len(head)", "if len(row) == len(COLUMNS) and head == list(COLUMNS)",
      "test_log_rows_of_lost_steps_are_dropped"),
-    ("pages of 4 KiB", "train.py", "block + size - start), 14)", "block + size - start), 15)", "test_the_heap_is_of_huge_pages"),
     ("denormals stay", "train.py", "set_flush_denormal(True)", "set_flush_denormal(False)", "test_denormals_are_flushed"),
     ("detach detaches nothing", "models.py", "else state.detach()", "else state", "test_detach"),
 ]

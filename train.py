@@ -423,27 +423,19 @@ def tune_cpu():
     """Habits of CPUs, containers and glibc that cost a memory more than its arithmetic; to be called before the first product.
 
     Gates that decay for a chunk make numbers below 1e-38, at which an Intel core takes some hundred times as long: they become 0 (in
-    threads that begin after this, too). torch starts a thread for each core, however few of them a container may use. glibc gives large
-    freed blocks back to the system, which has to clear them again. And a page is 4 KiB, where the core could look for one of 2 MiB.
+    threads that begin after this, too). torch starts a thread for each core, however few of them a container may use. And glibc gives
+    large freed blocks back to the system, which has to clear them again.
     """
     torch.set_flush_denormal(True)
     if cpu_quota() < torch.get_num_threads():
         torch.set_num_threads(cpu_quota())
     try:
-        libc = ctypes.CDLL(None)
-        mallopt, malloc, madvise, free = libc.mallopt, libc.malloc, libc.madvise, libc.free
+        mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):              # not glibc
         return
     mallopt(1, 0)                                             # M_MXFAST: no lists of small freed blocks, which large requests first merge
     mallopt(-4, 0)                                            # M_MMAP_MAX: large blocks come from the heap, too
     mallopt(-1, -1)                                           # M_TRIM_THRESHOLD: and stay there, however many
-    malloc.restype, page = ctypes.c_void_p, 2**21
-    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2         # of the heap's addresses: no memory before it is used
-    block = malloc(ctypes.c_size_t(size))
-    if block:
-        start = -(-block // page) * page
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(block + size - start), 14)               # MADV_HUGEPAGE
-        free(ctypes.c_void_p(block))
 
 
 def set_threads(n):
