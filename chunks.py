@@ -804,8 +804,8 @@ def of_stretch(how, kept):
 def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, starts, C, anchor):
     """The gradient of one stretch of chunks (`part`, one by one in `ones`) -> those of M0, of C before it, of the anchor.
 
-    starts: M0 `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter is that of C after the stretch, before the
-    ball, or (); balls bounded each W before a chunk.
+    starts: M0 `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter, that of C after the stretch, before the
+    ball, is () or a list, which this changes; balls bounded each W before a chunk.
     """
     (count, N), tall, flat = part.v.shape[:2], how.tall, part._replace(v=None).each(merged)
     saved, (zq, RX), reads, _ = of_stretch(how, kept)
