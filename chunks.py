@@ -815,10 +815,8 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
     slots = list(zip(*(d.unbind(0) for d in dCs))) or [(), ()]                   # that of C before each chunk and after the last, for products
     if C and dafter:
         given, last = [d.copy_(a) for d, a in zip(slots[-1], dafter)], [merged(d[1:]) for d in dCs]
-        # The caller's list, too, or it would keep the stretch after this one. To torch.compile a tuple, or other views than slots[-1], or the
-        # `low` of this chunk itself with a rule.dtype, would be another case than the list that learn_chunk_backward returns.
-        if not how.rule.dtype:
-            dafter[:] = given
+        if not how.rule.dtype:                                # in the caller's list, which else would keep the stretch after this one
+            dafter[:] = given                                 # a list, of slots[-1] itself: to torch.compile, what learn_chunk_backward returns
     else:
         slots[-1] = last = [memory.cast(d, how.rule.dtype) for d in dafter]
     W, C, starts = gradient_point(how, M0, at, N), [merged(c) for c in C], [m[: count * N] for m in starts]
@@ -837,7 +835,7 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
         dM0 = [m.add_(of_heads(w, m)) for m, w in zip(dM0, dW)]
         rest.append(more)
     dz, dlast = (joined(a) for a in zip(*reversed(rest)))
-    del again, learned, dd, da, rest, more                    # to make room: here is the peak of memory
+    del again, learned, dd, da, rest, more                    # to make room: with short chunks the peak of memory is here
     dx = dends = dacross = None
     if last and (C or not tall[0]):                           # else that has nothing to do
         dx, dlast, dends, dacross = write_rest_backward(how, flat, writes, pairs, C, dlast, last)
