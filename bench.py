@@ -644,7 +644,7 @@ def parse(argv):
 
 def run(args):
     try:                                                      # now, not after all the work
-        if args.json:
+        if args.json is not None:
             open(args.json, "a").close()
         if args.plot:
             import matplotlib                                 # noqa: F401
@@ -670,7 +670,7 @@ def run(args):
         with torch.compiler.set_stance("force_eager" if name == "decode" else "default"):       # as train.finish
             part(bench)
         result = json.dumps(dict(bench="atlas", argv=sys.argv[1:], machine=about, records=bench.records))
-        if args.json:                                         # after each part, for the next may be cut short
+        if args.json is not None:                             # after each part, for the next may be cut short
             Path(args.json).write_text(result + "\n")
     try:
         if args.plot:

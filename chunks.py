@@ -21,7 +21,7 @@ pairs, which are 64 tokens, the 7 before them and an idle one:
 
     xq (12, 64, 153)   xk (12, 72, 153)   v (12, 72, 16)   P (12, 64, 72)
     C of W1 (12, 2, 16, 153), W over S; W1 is 153 x 16, tall, so it lies transposed.     C of W2 (12, 2, 16, 16)
-    learn_chunk    z = xk W1 (12, 72, 16), gelu(z) W2 - v = d2, and back: d1 (12, 72, 16);   W1 += xk^T (P_last o d1),  W2 += gelu(z)^T (P_last o d2)
+    learn_chunk    z = xk W1 (12, 72, 16), gelu(z) W2 - v = d2, and back: d1 (12, 72, 16);   W1 = keepprod W1 + u S1 + xk^T (P_last o d1), ..
     read_chunks    z = xq W1_t = xq (keepprod W1 + u S1 + M0) + (P o (xq xk^T)) d1 (12, 64, 16);   then gelu(z) reads W2 in the same way
     with Newton-Schulz every 16 tokens, 4 blocks: G (12, 5, 72), a row a block and one of the last token; W_j over O_j (12, 4, 2, 16, 153)
 
@@ -389,21 +389,10 @@ def muon_learn(how, part, M0, fast, anchor):
     -> W_j and O_j of its blocks, as `advance_blocks` has them; Fast after it; for its gradient, flat: what memory.gradients saves, what
     Newton-Schulz sees (one block less with an O), the last S_t, what bounds each matrix, what Newton-Schulz saves.
     """
-    (rule, tall, closes, pos), (W, S, sums, O) = how, fast
-    r, c, G = part.G.shape[1], part.xq.shape[1], part.G.mT.contiguous()[..., None]
+    (rule, tall, closes, pos), (W, _, sums, O), c = how, fast, part.xq.shape[1]
     at = memory.pack(gradient_point(how, M0, anchor or W, len(part.v)))
     pairs, saved = memory.gradients(rule.memory, rule.loss, at, part.xk, part.v, rule.norm)      # Eq 16: all at the anchor
-    rows = []
-    for i, (x, d) in enumerate(unpacked_pairs(rule, pairs)):
-        s = memory.cast(write(x, d, G, tall[i]), G.dtype).unflatten(1, (r, -1))   # all rows in one product
-        if S:
-            s.addcmul_(part.momprod[..., None], S[i][:, None])                   # Eq 33
-        if sums and pos:
-            s[:, 0].add_(sums[i])
-        rows.append(s)
-    S = []
-    if part.momprod is not None:
-        S, rows = [s[:, -1] for s in rows], [s[:, :-1] for s in rows]
+    rows, S = momentum_of_blocks(how, part, pairs, fast)
     seen = rows                                               # Eq 40: S_t itself
     if rule.muon_every > 1:                                   # choice 15: for each block without an O, the sum of the one before it
         seen = [s[:, :-1] for s in rows]
@@ -412,16 +401,15 @@ def muon_learn(how, part, M0, fast, anchor):
         sums = [s[:, -1] for s in rows]
     new, ns = seen, []
     if seen[0].shape[1]:
-        with exact(rule, G.device):
+        with exact(rule, part.G.device):
             new, ns = orthogonalize(seen, *rule.newton_schulz(), rule.ns_gram)
     if O:
         new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
     if not W and new[0].shape[1] > 1:
         W = [torch.zeros_like(o[:, 0]) for o in new]
-    with exact(rule, G.device):
+    with exact(rule, part.G.device):
         held, W = zip(*(advance_blocks(part.shares, nth_or_none(W, i), o) for i, o in enumerate(new)))
-    held = [memory.cast(h, rule.dtype) for h in held]
-    balls = []
+    held, balls = [memory.cast(h, rule.dtype) for h in held], []
     if closes and rule.ball:
         balls = [ball_factors(rule, w, t, 1) for w, t in zip(W, tall)]
         W = [w * ball for w, ball in zip(W, balls)]
@@ -429,6 +417,21 @@ def muon_learn(how, part, M0, fast, anchor):
         W = [w.contiguous() for w in W]
     O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every and not closes else []
     return held, Fast(W, S, sums, O), (*saved, *seen, *S, *balls, *ns)
+
+
+def momentum_of_blocks(how, part, pairs, fast):
+    """The S_t of each block summed, (N, blocks, k, wide) of each matrix; the last S_t, [] without momentum  (Eq 33)."""
+    rows, G = [], part.G.mT.contiguous()[..., None]
+    for i, (x, d) in enumerate(unpacked_pairs(how.rule, pairs)):
+        s = memory.cast(write(x, d, G, how.tall[i]), G.dtype).unflatten(1, (part.G.shape[1], -1))   # all rows in one product
+        if fast.S:
+            s.addcmul_(part.momprod[..., None], fast.S[i][:, None])
+        if fast.sums and how.pos:                             # the first block has begun in an earlier chunk's part
+            s[:, 0].add_(fast.sums[i])
+        rows.append(s)
+    if part.momprod is None:
+        return rows, []
+    return [s[:, :-1] for s in rows], [s[:, -1] for s in rows]
 
 
 def muon_held(held, coef):
@@ -704,10 +707,10 @@ def learn_chunk_backward(how, part, learned, carried, dC, dafter, low):
     """The gradient of learn_chunk, as far as it has to go from chunk to chunk.
 
     dafter (N, s, k, wide) of each matrix: that of W and S after the chunk, before the ball, or () for none; `low` is the same for products, in
-    rule.dtype. dC (of W and S before the chunk), dd and da hold what reading has said of them, and this adds to it. `carried`: the weights
-    at which the chunk took gradients hold the W of C, so their gradient is also C's.
-    -> the dafter of the chunk before (dC itself, but with a rule.dtype: then dC becomes its `low`); gradients of v and W; dz,
-    where dz W[0]^T is the rest of that of xk; the gradient of last, but for a first matrix that is not tall.
+    rule.dtype. dC (of W and S before the chunk), dd and da hold what reading has said of them, and this adds to it. `carried`: the chunk
+    took gradients at the W of C itself (not at an anchor, nor at zero), so dW is a part of dC.
+    -> the dafter of the chunk before (dC itself; with a rule.dtype a copy in float32, and dC is that rounded, its `low`); gradients of v and W;
+    dz, where dz W[0]^T is the rest of that of xk; the gradient of Part.last, but for a first matrix that is not tall.
     """
     (rule, tall, *_), (again, writes, rows, balls, dd, da), dlast = how, learned, None
     if torch.compiler.is_compiling():                         # else what becomes of them would be written back
@@ -746,8 +749,8 @@ def write_rest_backward(how, part, writes, pairs, C, dlast, dafter):
     """The rest of learn_chunk's gradient, for any number of chunks at once; C and dafter (N, s, k, wide) of each matrix, before and after.
 
     writes: the x that `write` had of each matrix.
-    -> gradients of the x of the first `write` (None if it is tall: that is a product), and of the last, ends, across of Part. dlast: what
-    learn_chunk_backward has of it.
+    -> gradients of the x of the first `write` (None if it is tall: that is a product), of Part.last, Part.ends and Part.across. dlast: what
+    learn_chunk_backward has of Part.last's.
     """
     tall, dx, dends, dacross = how.tall, None, None, None
     for i, (x, (_, d), dto) in enumerate(zip(writes, pairs, dafter)):
@@ -765,7 +768,8 @@ def write_rest_backward(how, part, writes, pairs, C, dlast, dafter):
 
 def read_chunks_backward(how, part, grads, W, saved, C, M0, zq, RX, reads, dz):
     """The gradient of read_chunks -> that of M0, of each d and of the last x; the pairs, as memory.Recomputed; what `write` made of the narrow
-    side; two factors of the gradient of each C; of that of xk pairs (a, b), for a^T b, only if it had a part in qk. Of part: to `grads`.
+    side; two factors of the gradient of each C; where R X^T was made of xk (there is no qk), pairs (a, b), for a part a^T b of xk's. Of part: to
+    `grads`.
 
     W: the weights at which the chunks took gradients, `saved` what memory.gradients left.
     """
@@ -801,53 +805,76 @@ def of_stretch(how, kept):
     return grouped(kept, (3, 2, len(how.tall)))
 
 
+def room_for_dC(how, part, C, dafter):
+    """Room for the gradient of W and S before each chunk of a stretch and after its last; dafter, if given, is put at its end.
+
+    -> the room, (count + 1, N, s, k, wide) of each matrix; the same chunk by chunk, for products; that after each chunk, (count N, s, k, wide);
+    that after the last one, for sums. With no C (zero: the first chunk, by itself) there is no room, and the last two are dafter.
+    """
+    count = len(part.v)
+    room = [c.new_empty(count + 1, *c.shape[1:]) for c in C]
+    slots = list(zip(*(d.unbind(0) for d in room))) or [(), ()]
+    if C and count > 1 and not dafter:
+        dafter = [torch.zeros_like(d, dtype=part.coef.dtype) for d in slots[-1]]
+    if not (C and dafter):
+        slots[-1] = [memory.cast(d, how.rule.dtype) for d in dafter]
+        return room, slots, slots[-1], dafter
+    given = [d.copy_(a) for d, a in zip(slots[-1], dafter)]
+    if not how.rule.dtype:                                    # in the caller's list, which else would keep the stretch after this one
+        dafter[:] = given                                     # a list, of slots[-1] itself: to torch.compile, what learn_chunk_backward returns
+    return room, slots, [merged(d[1:]) for d in room], dafter
+
+
 def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, starts, C, anchor):
     """The gradient of one stretch of chunks (`part`, one by one in `ones`) -> those of M0, of C before it, of the anchor.
 
+    Read (all at once), learn (from the last chunk to the first), and the rest of learning (all at once).
     starts: M0 `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter, that of C after the stretch, before the
     ball, is () or a list, which this changes; balls bounded each W before a chunk.
     """
     (count, N), tall, flat = part.v.shape[:2], how.tall, part._replace(v=None).each(merged)
     saved, (zq, RX), reads, _ = of_stretch(how, kept)
-    dCs, at = [c.new_empty(count + 1, *c.shape[1:]) for c in C], anchor or [c[:, :, 0] for c in C]
-    if C and count > 1 and not dafter:
-        dafter = [torch.zeros_like(d[-1], dtype=part.coef.dtype) for d in dCs]
-    slots = list(zip(*(d.unbind(0) for d in dCs))) or [(), ()]                   # that of C before each chunk and after the last, for products
-    if C and dafter:
-        given, last = [d.copy_(a) for d, a in zip(slots[-1], dafter)], [merged(d[1:]) for d in dCs]
-        if not how.rule.dtype:                                # in the caller's list, which else would keep the stretch after this one
-            dafter[:] = given                                 # a list, of slots[-1] itself: to torch.compile, what learn_chunk_backward returns
-    else:
-        slots[-1] = last = [memory.cast(d, how.rule.dtype) for d in dafter]
+    at, own = anchor or [c[:, :, 0] for c in C], bool(C and not anchor)
+    room, slots, last, dafter = room_for_dC(how, part, C, dafter)
+
     W, C, starts = gradient_point(how, M0, at, N), [merged(c) for c in C], [m[: count * N] for m in starts]
     dM0, dd, da, again, rows, factors, dxk = read_chunks_backward(
         how, flat, grads.each(merged), W, saved, [c.flatten(1, 2) for c in C], starts, zq, RX, reads, merged(dy))
-    for d in dCs:                                             # not in there: compiled, that would be a copy more; popped, to make room
+    for d in room:                                            # not in there: compiled, that would be a copy more; popped, to make room
         memory.product_to(merged(d[:count]).flatten(1, 2), *factors.pop(0))
     dM0 = [of_heads(d, m) for d, m in zip(dM0, M0)]
 
-    pairs, writes = again.pairs, written(flat, again.pairs)
+    writes = written(flat, again.pairs)
     learned = separate(Learned(again, writes, rows, balls, dd, da), count)
     dvs, rest = grads.v.unbind(0), []
     for j in reversed(range(count)):
-        dafter, dv, dW, *more = learn_chunk_backward(how, ones[j], learned[j], bool(C and not anchor), slots[j], dafter, slots[j + 1])
+        dafter, dv, dW, *more = learn_chunk_backward(how, ones[j], learned[j], own, slots[j], dafter, slots[j + 1])
         dvs[j].copy_(dv)
         dM0 = [m.add_(of_heads(w, m)) for m, w in zip(dM0, dW)]
         rest.append(more)
     dz, dlast = (joined(a) for a in zip(*reversed(rest)))
+    pairs = again.pairs
     del again, learned, dd, da, rest, more                    # to make room: with short chunks the peak of memory is here
+
+    put_writes(how, flat, grads, writes, pairs, rows[0], C, last, dlast, [(a.mT, b.mT) for a, b in dxk] + [(dz, W[0])])
+    return dM0, dafter, dW if anchor else []
+
+
+def put_writes(how, part, grads, writes, pairs, narrow, C, last, dlast, to_xk):
+    """Writes to `grads` what chunks leave behind says of last, ends, across, and, with `to_xk`, of xk and xw: write_rest_backward, and products.
+
+    narrow: what the first `write` made of the narrow side.
+    """
     dx = dends = dacross = None
-    if last and (C or not tall[0]):                           # else that has nothing to do
-        dx, dlast, dends, dacross = write_rest_backward(how, flat, writes, pairs, C, dlast, last)
-    to_xw = [(rows[0], last[0].flatten(1, 2).mT)] if last and tall[0] else []
-    to_xk = [(a.mT, b.mT) for a, b in dxk] + [(dz, W[0])]
-    if flat.xw is None:
+    if last and (C or not how.tall[0]):                       # else that has nothing to do
+        dx, dlast, dends, dacross = write_rest_backward(how, part, writes, pairs, C, dlast, last)
+    to_xw = [(narrow, last[0].flatten(1, 2).mT)] if last and how.tall[0] else []
+    if part.xw is None:
         put_products(merged(grads.xk), to_xw + to_xk, dx)
     else:
         put_products(merged(grads.xw), to_xw, dx)
         put_products(merged(grads.xk), to_xk)
     put(grads, last=dlast, ends=dends, across=dacross)
-    return dM0, dafter, dW if anchor else []
 
 
 def plain_chunks_backward(how, parts, grads, kept, dy, dafter, M0, C, anchor):
@@ -864,8 +891,9 @@ def plain_chunks_backward(how, parts, grads, kept, dy, dafter, M0, C, anchor):
     starts, balls = repeated(how, M0, N, longest(cuts)), [torch.cat(a) for a in zip(*(of_stretch(how, one)[3] for one in kept))]
     for d, ball in zip(dafter, balls):
         d[:, 0].mul_(ball[-N:])
-    balls = [torch.cat([torch.ones_like(ball[:N]), ball[:-N]]) for ball in balls]                # of W before each chunk, not after it: there
-    for now, one in reversed(list(zip(cuts, kept))):                                             # its gradient is made
+    # of W before each chunk, not after it: a chunk completes the gradient of the W that it finds, which the chunk before it has bounded
+    balls = [torch.cat([torch.ones_like(ball[:N]), ball[:-N]]) for ball in balls]
+    for now, one in reversed(list(zip(cuts, kept))):
         before = [c[now] for c in Cs] if C or now.start else []
         more, dafter, danchor = plain_stretch_backward(
             how, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), one,
@@ -1001,7 +1029,7 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
             learned.append(MuonLearned(S, seen, balls, ns))
             S = last
     after = grouped(dafter, (k, k if momentum else 0, k if rule.muon_every > 1 else 0))
-    # compiled, that of the sums lies as what muon_learn_backward returns, a slice of a larger tensor: else its first call would be a graph of its own
+    # compiled, the first gradient of the sums has the strides of the later ones, slices of a larger tensor: else its call would be another graph
     zeros = lambda h, *inner: h.new_zeros(parts.v.shape[1], *inner, *h.shape[-2:])[(slice(None), *(0 for _ in inner))]
     inner = ((), (), read[-1][0].shape[1:2], ()) if Chunks.compiled else [()] * 4
     dfast = Fast(*([zeros(h, *i) if d is None else d for h, d in zip(read[-1], ds)] for ds, i in zip(after, inner)))

@@ -1,8 +1,9 @@
 """eval.py - what a model can recall: of a text, of a stream without end, of pairs that it saw once.
 
-    python eval.py --ckpt out                       loss of the validation split: whole, streamed, and by position
-    python eval.py --ckpt out --stream 1000000      the same, and a million tokens: no NaN, and memory flat where the
+    python eval.py --ckpt out                       loss of the validation split: whole, streamed, and by position; and
+                                                    50,000 tokens in one stream: no NaN, and memory flat where the
                                                     state does not hold every token, or exit code 1
+    python eval.py --ckpt out --stream 1000000      the same with a stream of a million tokens
     python eval.py --task mqar --model atlas        train a small model to recall four pairs that it saw once
     python eval.py --task mqar --model titans --window 4 --pairs 2 4     any preset, any field of models.Config
 
@@ -56,7 +57,7 @@ def text_task(args, device):
     ckpt = train.load_checkpoint(args.ckpt)
     model, tokenizer = train.rebuild(ckpt)
     model.to(device).eval()
-    corpus, T = train.read_for(ckpt, args.data or ckpt["train"]["data"]), ckpt["train"]["seq_len"]
+    corpus, T = train.read_for(ckpt, ckpt["train"]["data"] if args.data is None else args.data), ckpt["train"]["seq_len"]
     _, val = corpus.splits(tokenizer, 1)                      # the last window of each kind may be short
     say(f"{ckpt['path']}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
         f"{ckpt['data']['used']} in windows of {T}")
@@ -68,7 +69,7 @@ def text_task(args, device):
     at, n = position_loss(model, val, length, args.batch_size, args.windows)
     say(f"\nby position, mean of {n} windows of {length}; it was trained on {T}\n  tokens before   nats/token")
     for a, b in buckets(length):
-        say(f"  {a:6d} - {b - 1:6d}   {at[a:b].mean().item():.4f}" + ("   longer than in training" if b > T else ""))
+        say(f"  {a + 1:6d} - {b:6d}   {at[a:b].mean().item():.4f}" + ("   longer than in training" if b > T else ""))
     return stream(model, val, args.stream) if args.stream else 0
 
 
@@ -199,7 +200,7 @@ def parse(argv=None):
     add = parser.add_argument_group("--task mqar").add_argument
     add("--model", default="atlas", choices=tuple(models.PRESETS), help="[atlas]")
     add("--pairs", type=at_least(int, 1), nargs="+", default=[4], metavar="N", help="numbers of pairs [4]")
-    add("--vocab", type=at_least(int, 4), default=16, metavar="N", help="tokens: half of them keys, half values [16]")
+    add("--vocab", type=at_least(int, 4), default=16, metavar="N", help="tokens: one that fills, vocab / 2 - 1 keys, vocab / 2 values [16]")
     add("--seq-len", type=int, default=24, metavar="N", help="tokens a sequence [24]")
     add("--steps", type=at_least(int, 1), default=300, metavar="N", help="training steps [300]")
     add("--lr", type=float, default=1e-2, metavar="X", help="peak learning rate of AdamW [0.01]")
@@ -226,7 +227,7 @@ def parse(argv=None):
 def main(argv=None):
     args = parse(argv)
     train.tune_cpu()
-    return train.exit_code(lambda: run(args), more_memory="lower --batch-size or --length")
+    return train.exit_code(lambda: run(args), more_memory="lower --batch-size or --length, or take --stream 0")
 
 
 def run(args):

@@ -41,7 +41,7 @@ MEMORIES = ("linear", "mlp", "gated")
 LOSSES = ("l2", "dot", "huber", "lp")
 CURVED = ("huber", "lp")
 EPS = 1e-6                                                    # of the norm inside the memory (choice 11)
-LP = 3                                                        # MIRAS' Moneta: |y - v|_p^p with p = 3
+LP = 3                                                        # MIRAS' Moneta: |y - v|_p^p / p with p = 3
 
 
 def shapes(kind, e, width, d):
@@ -127,10 +127,10 @@ def unpack(W, count):
 def gradients(kind, loss_kind, W, x, v, norm):
     """The gradient of every token's loss at fixed weights W, as one rank-one pair a matrix: dl/dW[i] = a^T d.
 
-    W as `pack` gives it, for all N sequences and heads, x (N, n, E), v (N, n, D) as `target` gives it -> for each of W
-    (a (N, n, in), d (N, n, out)): the rows that enter the matrix and the error signals that leave it; and what it takes to have the pairs
-    again: x W[0] of a deep memory, if that is less than x; what the last matrix produces, if its gradient needs it; the last error. This is
-    backpropagation written out; tests compare it with autograd of `loss`.
+    W as `pack` gives it, for all N sequences and heads, x (N, n, E), v (N, n, D) as `target` gives it
+    -> for each of W (a (N, n, in), d (N, n, out)): the rows that enter the matrix and the errors that leave it; and for `gradients_again`
+    (z, f, e): z = x W[0] of a deep memory (None if it is no shorter than x), f what the last matrix produces (None if its gradient does not
+    need it), e the last error. This is backpropagation written out; tests compare it with autograd of `loss`.
     """
     z = torch.bmm(x, W[0])
     if kind == "linear":

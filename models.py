@@ -41,7 +41,8 @@ def check(config):
     """
     for f in fields(config):
         value, low, choices = getattr(config, f.name), f.metadata.get("low", 0), f.metadata.get("choices")
-        if not isinstance(value, (int, float) if f.type is float else f.type):                   # a whole number does for a float
+        right = isinstance(value, (int, float) if f.type is float else f.type)                   # a whole number does for a float
+        if not right or isinstance(value, bool) != (f.type is bool):
             raise ValueError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
         high, below = (math.inf, "finite") if isinstance(value, float) else (LIMIT, "below 2^31")
         if isinstance(value, (int, float)) and not low <= value < high:                          # false for nan, too
@@ -110,6 +111,8 @@ class Config:
             raise ValueError(f"attention turns pairs of numbers: --head-dim must be even, not {self.head_dim}")
         if self.wiring != "lmm" and not self.attn_window:
             raise ValueError(f"--wiring {self.wiring} needs an --attn-window of at least 1")
+        if self.features in ("monomial", "elementwise") and not attention and self.degree > 170:
+            raise ValueError(f"--degree must be at most 170, not {self.degree}: 1 / 171! is too small for a number")
         if self.features == "monomial" and not attention and features_dim("monomial", self.head_dim, self.degree) > 10**6:
             raise ValueError(f"--degree {self.degree} of --head-dim {self.head_dim} makes more than a million features; lower one of them")
         if self.features == "sketch" and self.degree != 2:
@@ -264,10 +267,12 @@ def init_apart(layer):
         layer.init()
 
 
-def check_batch(x, held):
-    """ValueError if x is not (B, T, n_embd), or `held`, a tensor of the state, is of another number of sequences."""
+def check_batch(x, held, least=0):
+    """ValueError if x is not (B, T, n_embd), if B is below `least`, or if `held`, a tensor of the state, is of another number of sequences."""
     if x.dim() != 3:
         raise ValueError(f"a layer reads (batch, tokens, n_embd), not {tuple(x.shape)}; for one sequence: x[None]")
+    if len(x) < least:
+        raise ValueError("a memory needs at least one sequence: the batch is empty")
     if held is not None and len(held) != len(x):
         raise ValueError(f"the state is of {len(held)} sequences, the batch of {len(x)}")
 
@@ -310,8 +315,8 @@ class Memory(nn.Module):
         for W in self.M0:
             if c.memory == "linear":
                 nn.init.zeros_(W)
-            else:                                             # hidden units, as a vector, about as long as phi(k): 1 to 1.6
-                nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)             # their number
+            else:                                             # 1 / sqrt(hidden units): so x W is about as long as phi(k)
+                nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)
         nn.init.normal_(self.gates.weight, std=0.02)
         bias = [torch.linspace(1, 6, H)[:, None],             # keep 0.73 .. 0.998: heads remember for different spans  (choice 16)
                 torch.full((H, 1), -1.0), torch.zeros(H, self.n_gates[2]), torch.zeros(H, self.n_gates[3])]
@@ -336,18 +341,17 @@ class Memory(nn.Module):
             return F.silu(x), tail
         seen = x if x.shape[1] >= tail.shape[1] else torch.cat([tail, x], 1)
         conv = convolved if torch.compiler.is_compiling() else ShortConv.apply
-        return conv(tail, x, self.conv), seen[:, -tail.shape[1]:].to(tail.dtype, copy=x.shape[1] > 1)             # as omega.tail
+        last = seen[:, seen.shape[1] - tail.shape[1]:]
+        return conv(tail, x, self.conv), last.to(tail.dtype, copy=x.shape[1] > 1)                # as omega.tail
 
     def start(self, x):
-        """The state before the first token, for a batch of len(x) sequences. ValueError for none."""
-        if not len(x):
-            raise ValueError("a memory needs at least one sequence: the batch is empty")
+        """The state before the first token, for a batch of len(x) sequences."""
         inner = omega.start(self.config.rule(), self.phi, list(self.M0), len(x), momentum=self.config.momentum)
         return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, self.qkv.out_features))
 
     def forward(self, x, state=None):
         """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState."""
-        check_batch(x, state and state.conv)
+        check_batch(x, state and state.conv, least=1)
         state = state or self.start(x)
         q, k, v, tail = self.rows(self.qkv(x), state.conv)
         with torch.autocast(x.device.type, enabled=False):    # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
@@ -417,6 +421,11 @@ class Attention(nn.Module):
     def project(self, x):
         return (a.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for a in self.qkv(x).chunk(3, -1))
 
+    def project_prefix(self, p, B):
+        """Keys and values (B, H, P, D) of tokens p (P, n_embd) that stand before every sequence; without a position."""
+        _, k, v = (a.expand(B, -1, -1, -1) for a in self.project(p[None]))
+        return self.k_norm(k), v
+
     def forward(self, x, state=None, prefix=None):
         """(B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState."""
         check_batch(x, state and state.k)
@@ -426,10 +435,7 @@ class Attention(nn.Module):
         q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)                              # choice 17
         if state:
             k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
-        pk = pv = None
-        if prefix is not None:
-            _, pk, pv = (a.expand(len(x), -1, -1, -1) for a in self.project(prefix[None]))
-            pk = self.k_norm(pk)
+        pk, pv = (None, None) if prefix is None else self.project_prefix(prefix, len(x))
         y = attend(q, k, v, w, pk, pv)
         first = max(0, k.shape[2] - w + 1) if w else 0
         return self.out(y.transpose(1, 2).flatten(2)), AttentionState(omega.tail(k, first, T), omega.tail(v, first, T), pos + T)
@@ -496,7 +502,8 @@ class Wiring(nn.Module):
 
     def forward(self, x, state=None):
         """(B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState."""
-        check_batch(x, state and (state.memory.conv if state.memory else state.attention and state.attention.k))
+        held = state and (state.memory.conv if state.memory else state.attention and state.attention.k)
+        check_batch(x, held, least=1 if self.memory else 0)
         return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()))
 
     def remember(self, x, state):
@@ -561,8 +568,8 @@ class Wiring(nn.Module):
         k, v = ks.flatten(2, 3), vs.flatten(2, 3)
         mask = torch.ones(T, n, dtype=torch.bool, device=x.device).tril(n - T).repeat(1, len(context))
         if self.persistent is not None:
-            _, pk, pv = (z.expand(len(x), -1, -1, -1) for z in a.project(self.persistent[None]))
-            k, v = torch.cat([a.k_norm(pk), k], 2), torch.cat([pv, v], 2)
+            pk, pv = a.project_prefix(self.persistent, len(x))
+            k, v = torch.cat([pk, k], 2), torch.cat([pv, v], 2)
             mask = F.pad(mask, (pk.shape[2], 0), value=True)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)                              # Titans Eq 22, 23
         y = a.out(y.transpose(1, 2).flatten(2))
@@ -721,47 +728,52 @@ def build(preset="atlas", **overrides):
     return LM(configure(preset, **overrides))
 
 
+def mapped(state, f, of_M0):
+    """The state, or a list or dict of states, with f(t) for each tensor (B, ..) and of_M0(t) for each M0 (H, ..), one for all sequences."""
+    if isinstance(state, torch.Tensor):
+        return f(state)
+    if isinstance(state, omega.State) and state.M0:
+        return mapped(state._replace(M0=()), f, of_M0)._replace(M0=tuple(map(of_M0, state.M0)))
+    if isinstance(state, (tuple, list)):
+        parts = [mapped(s, f, of_M0) for s in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
+    if isinstance(state, dict):
+        return {name: mapped(s, f, of_M0) for name, s in state.items()}
+    return state
+
+
 def detach(state):
     """The state, or a list or dict of states, cut off from the autograd graph of the tokens that made it, for streaming and for training on
     segments.
 
-    A parameter that it refers to (M0) stays that parameter: an optimizer's step moves it for the state as well, and it goes on learning.
+    A parameter that it refers to (M0) stays that parameter: an optimizer's step moves it for the state as well, and it goes on learning. An M0
+    that is computed, as by a parametrization, is cut off, too, and learns from the first segment alone.
     """
-    if isinstance(state, omega.State) and state.M0:           # also where a plain tensor is in its place, as in torch.func.functional_call
-        return detach(state._replace(M0=()))._replace(M0=tuple(m if m.is_leaf else m.detach() for m in state.M0))
-    if isinstance(state, torch.Tensor):
-        return state.detach().clone() if state.is_inference() else state.detach()
-    if isinstance(state, tuple):
-        parts = [detach(s) for s in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
-    if isinstance(state, list):
-        return [detach(s) for s in state]
-    if isinstance(state, dict):
-        return {name: detach(s) for name, s in state.items()}
-    return state
+    cut = lambda t: t.detach().clone() if t.is_inference() else t.detach()
+    return mapped(state, cut, lambda m: m if m.is_leaf else m.detach())          # or a plain tensor, as in torch.func.functional_call
 
 
 def select(state, rows):
-    """The state of some sequences of a batch: rows is a slice, or a list or tensor of row numbers, each as often as you like.
+    """The state, or a list or dict of states, of some sequences of a batch: a copy. rows is a slice, or a list or tensor of row numbers, each
+    as often as you like. ValueError for a single number.
 
     select(state, [0] * 5) is for five prompts after one text, select(state, best) for a beam search.
     """
-    if isinstance(state, torch.Tensor):
-        return state[rows]
-    if isinstance(state, omega.State) and state.M0:           # (H, ..): one for all sequences
-        return select(state._replace(M0=()), rows)._replace(M0=state.M0)
-    if isinstance(state, tuple):
-        parts = [select(s, rows) for s in state]
-        return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
-    return state
+    def chosen(t):                                            # a slice of t would keep (and torch.save) the others' memories, too
+        which = torch.arange(len(t), device=t.device)[rows]
+        if which.dim() != 1:
+            raise ValueError(f"rows are a slice, or a list or tensor of row numbers, not {rows!r}")
+        return t[which]
+    return mapped(state, chosen, lambda m: m)
 
 
 def load_state(file, device="cpu"):
-    """A state that torch.save has written -> the state; nothing in the file is run. Its M0 is a copy, as it was when it was saved: what follows
-    teaches the model's own M0 nothing.
+    """A state that torch.save has written -> the state, without a gradient; nothing in the file is run. Its M0 is a copy, as it was when it was
+    saved: what follows teaches the model's own M0 nothing.
     """
     with torch.serialization.safe_globals([omega.State, MemoryState, AttentionState, WiringState]):
-        return torch.load(file, map_location=device, weights_only=True)
+        state = torch.load(file, map_location=device, weights_only=True)
+    return mapped(state, torch.Tensor.detach, lambda m: m.requires_grad_(False))
 
 
 def properties(config):
@@ -777,12 +789,13 @@ def properties(config):
 
 
 def state_bytes(state):
-    """Bytes of all tensors in a state; parameters that a state refers to (M0) do not count."""
+    """Bytes of all tensors in a state, or a list or dict of states; parameters that a state refers to (M0) do not count."""
     if isinstance(state, torch.Tensor):
         return 0 if isinstance(state, nn.Parameter) else state.numel() * state.element_size()
     if isinstance(state, omega.State) and not state.pos:
         state = state._replace(anchor=())                     # the same tensors as W
-    return sum(state_bytes(s) for s in state) if isinstance(state, tuple) else 0
+    inner = state.values() if isinstance(state, dict) else state if isinstance(state, (tuple, list)) else ()
+    return sum(map(state_bytes, inner))
 
 
 def main():

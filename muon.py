@@ -60,9 +60,10 @@ def least_square(*stacks):
 def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype=None):
     """NS(S), an odd polynomial of S with the singular vectors of S: (..., m, n) -> (..., m, n), any leading dimensions.
 
-    S may be a tuple of such stacks, of any shapes: all of the same short side then share one iteration. Scale invariant: NS(c S) =
-    NS(S) for c > 0, but |S|^2 has to fit the dtype; NS(0) = 0 with zero gradient. Zero is what has an |S|^2 below `least_square`: in
-    float32 entries with a root mean square below 3.4e-18 (in float16 also an |S| below 3.1e-5). The outer gradient goes through (choice 14),
+    S may be a tuple of such stacks, of any shapes: those that are iterated on their Gram matrices (`plan`) share one iteration if they have the
+    same short side. Scale invariant: NS(c S) = NS(S) for c > 0, but |S|^2 has to fit the dtype; NS(0) = 0 with zero gradient. Zero is what has
+    an |S|^2 below `least_square`, of stacks that share an iteration that of the largest: in float32 entries with a root mean square below
+    3.4e-18 (in float16 also an |S| below 3.1e-5). The outer gradient goes through (choice 14),
     or with `straight_through` past the iteration as if NS(S) were S / |S|_F. `dtype`: that of the iteration, if not that of S. Raises
     ValueError for unknown coefficients, and for less than one step. (The memory calls `orthogonalize` and its gradient: chunks.py; the outer
     optimizer calls this: train.Muon.)
@@ -250,7 +251,7 @@ def iterate_on_gram_backward(stacks, saved, dX, steps, a, b, c):
     """From the last run of steps to the first: with X = R X_before, dX_before = R dX + (dG + dG^T) X_before, where G = X_before X_before^T
     gets its gradient through R.
 
-    All is symmetric, so gradients may be made so. dR, dQ and dG are twice what they are called: dG + dG^T = 2 dG.
+    G, Q and R are symmetric, so only the symmetric part of a gradient counts. dR, dQ and dG hold twice that: dG is dG + dG^T of the formula.
     """
     scale, Xs = next(saved), [stacks]
     kept = [(next(saved), list(islice(saved, n)), list(islice(saved, n))) for n in runs(steps)]
@@ -278,8 +279,8 @@ def gradient_of_G(Gs, Qs, dR, b, c):
         if dG is not None:                                                       # G_after = Q G Q
             half = torch.bmm(dG, Q)
             dQ = torch.baddbmm(dQ, half, G, alpha=2)
-        dQ, dR = doubled(dQ), torch.bmm(Q, dR) if i else None                    # here 4 times dQ
-        direct = torch.baddbmm(dQ, dQ, G, beta=b / 4, alpha=c / 2)               # Q = a I + b G + c G^2
+        dQ4, dR = doubled(dQ), torch.bmm(Q, dR) if i else None                   # 4 times the symmetric part
+        direct = torch.baddbmm(dQ4, dQ4, G, beta=b / 4, alpha=c / 2)             # Q = a I + b G + c G^2
         dG = doubled(direct if dG is None else torch.baddbmm(direct, Q, half, alpha=0.5))
     return dG
 

@@ -84,9 +84,9 @@ class Rule(NamedTuple):
 
 class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network; see the table in memory.py."""
-    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; the error of its gradient is about eps / keep where `decay` is
+    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; through `decay` its gradient has an error of about eps / keep
     step: torch.Tensor                                        # (B, H, T)
-    momentum: torch.Tensor | None                             # (B, H, T) in (0, 1): at 0 its gradient is lost in the log; None for none
+    momentum: torch.Tensor | None                             # (B, H, T) in (0, 1); at 0 it gets no gradient (`log`); None: no momentum
     gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
 
 
@@ -102,7 +102,7 @@ class State(NamedTuple):
     v: torch.Tensor
     keys: torch.Tensor | None                                 # (B, H, t, D) all keys so far, for `exp` features only
     pos: int                                                  # tokens since the chunk boundary, t mod chunk
-    zero: bool = False                                        # W (counted from M0) and S are zero, and are not looked at; False with your own
+    zero: bool = False                                        # W (counted from M0) and S are all zero, so nobody reads them; False with your own
 
 
 def start(rule, phi, M0, batch, momentum=True):
@@ -214,41 +214,39 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
     ks, vs = (torch.cat([F.pad(old, (0, 0, missing, 0)), new], 2) for old, new in ((state.k, k), (state.v, v)))
     xq, xk, targets = phi(q), phi(ks), memory.target(rule.memory, rule.loss, ks, vs)
     momentum = torch.zeros_like(gates.keep) if gates.momentum is None else gates.momentum        # none is one of 0
-    columns = [a[..., None] for a in (gates.keep, gates.step, momentum)]
-
     heads = lambda a: a.expand(B, *a.shape[-3:]).flatten(0, 1)                   # (B, H, ..) -> (N, ..)
     W, zeros = [heads(a) for a in state.W], [heads(torch.zeros_like(a)) for a in state.W]
     M0, S, sums = ([heads(a) for a in group] or zeros for group in (state.M0, state.S, state.sums))
     ys = []
-    for t in range(0, T, c):
-        now, seen = slice(t, t + c), slice(t, t + c + w - 1)  # c tokens learn from n = c + w - 1 pairs
-        # keep, step, momentum (N, c, 1), Gate (N, c, window), q (N, c, D), phi(q) (N, c, E)
-        keep, step, momentum, Gate, r, x = (heads(a[:, :, now]) for a in (*columns, gate, q, xq))
+    for first in range(0, T, c):
+        now, seen = slice(first, first + c), slice(first, first + c + w - 1)     # c tokens learn from n = c + w - 1 pairs
+        keep, step, mom = (heads(a[:, :, now, None]) for a in (gates.keep, gates.step, momentum))                  # (N, c, 1)
+        Gate, cq, cxq = (heads(a[:, :, now]) for a in (gate, q, xq))             # (N, c, window), (N, c, D), phi(q) (N, c, E)
         anchor = memory.pack([a + b for a, b in zip(M0, W)])
         pairs, _ = memory.gradients(rule.memory, rule.loss, anchor, heads(xk[:, :, seen]), heads(targets[:, :, seen]), rule.norm)
         pairs = chunks.unpacked_pairs(rule, pairs)            # x_i (N, n, in), d_i (N, n, out) of each matrix; all at the anchor, Eq 16
 
-        momprod, Theta = decay(log(momentum[..., 0]))         # Eq 33, 39: S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
+        momprod, Theta = decay(log(mom[..., 0]))              # Eq 33, 39: S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
         G = Theta @ band(Gate)                                # (N, c, n); Eq 9 weighs pair i in step t by band(Gate)[t, i]
-        total = lambda a, g: [a * s + x.mT @ (g[..., None] * d) for s, (x, d) in zip(S, pairs)]                   # a S_0 + sum_i g_i x_i^T d_i
+        written = lambda a, g: [a * s + x.mT @ (g[..., None] * d) for s, (x, d) in zip(S, pairs)]                 # a S_0 + sum_i g_i x_i^T d_i
         if not m:
             keepprod, A = decay(log(keep[..., 0]))            # Eq 10, 12: W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
             P, u = -(A * step.mT) @ G, -(A * step.mT) @ momprod                  # (N, c, n), (N, c, 1)
-            read = lambda i, r: (r @ M0[i] + keepprod * (r @ W[i]) + u * (r @ S[i])               # all r_t W_t at once:
-                                 + (P * (r @ pairs[i][0].mT)) @ pairs[i][1])     # attention, with P for a softmax
-            ys.append(answer(rule, x, r, read))
-            W = [keepprod[:, -1:] * a + b for a, b in zip(W, total(u[:, -1:], P[:, -1]))]
+            read = lambda i, rows: (rows @ M0[i] + keepprod * (rows @ W[i]) + u * (rows @ S[i])   # all r_t W_t at once:
+                                    + (P * (rows @ pairs[i][0].mT)) @ pairs[i][1])                # attention, with P for a softmax
+            ys.append(answer(rule, cxq, cq, read))
+            W = [keepprod[:, -1:] * a + b for a, b in zip(W, written(u[:, -1:], P[:, -1]))]
         else:
             for j in range(0, c, m):                          # blocks of m tokens with one O each
                 block, before = slice(j, j + m), sums
-                sums = total(momprod[:, block].sum(1, keepdim=True), G[:, block].sum(1))          # S_t, summed over the block
+                sums = written(momprod[:, block].sum(1, keepdim=True), G[:, block].sum(1))        # S_t, summed over the block
                 O = [newton_schulz_ref(a, *rule.newton_schulz()) for a in (sums if m == 1 else before)]           # Eq 40; choice 15
                 since, A = decay(log(keep[:, block, 0]))      # Eq 32: W_t = since_t W_j + own_t O_j, from W_j before the block on
                 own = -A @ step[:, block]                     # (N, m, 1), as `since`, the product of keep from the block's first token to t
-                read = lambda i, r: r @ M0[i] + since * (r @ W[i]) + own * (r @ O[i])
-                ys.append(answer(rule, x[:, block], r[:, block], read))
+                read = lambda i, rows: rows @ M0[i] + since * (rows @ W[i]) + own * (rows @ O[i])
+                ys.append(answer(rule, cxq[:, block], cq[:, block], read))
                 W = [since[:, -1:] * a + own[:, -1:] * o for a, o in zip(W, O)]
-        S, W = total(momprod[:, -1:], G[:, -1]), rule.bound(W)                   # choice 22
+        S, W = written(momprod[:, -1:], G[:, -1]), rule.bound(W)                 # choice 22
 
     groups = [torch.cat(ys, 1)], W, S if state.S else [], sums if m > 1 else []
     (y,), W, S, sums = (tuple(a.unflatten(0, (B, -1)) for a in group) for group in groups)
@@ -377,8 +375,8 @@ def features(rule, phi, x):
 def omega(rule, phi, q, k, v, gates, state):
     """The rule of the module docstring, chunk-parallel; arguments and returns of `omega_ref`, any length, any state.
 
-    With a `rule.dtype` the products of tokens and pairs take and give that, and what is kept of these and of the weights for the gradient is in
-    it; W, S, M0, the products of gates, Newton-Schulz and what sums over chunks stay as they are.
+    With a `rule.dtype` all products of tokens and pairs, and what the gradient needs of them, are in that precision. W, S, M0, the products of
+    gates, Newton-Schulz and sums over chunks are not.
     ValueError for `exp` features with Newton-Schulz: the memory is known by its coefficients alone, the weights it would see are infinite;
     for a state and gates of which one has momentum; and for a rule.dtype that is not half of float32 fast weights.
     """
@@ -394,8 +392,9 @@ def omega(rule, phi, q, k, v, gates, state):
 
 def chunked(rule, phi, q, k, v, gates, state):
     """omega, where products have the precision they are to have."""
-    T, idle = q.shape[2], -(rule.window - 1) % 8              # idle pairs, of weight 0, in front: products with a multiple of 8
-    w = rule.window + idle                                    # columns are faster (a chunk by 3 - 7 %)
+    # idle pairs, of weight 0, in front: products with a multiple of 8 columns are faster (a chunk by 3 - 7 %)
+    T, idle = q.shape[2], -(rule.window - 1) % 8
+    w = rule.window + idle
     missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
     gates = gates._replace(gate=F.pad(gates.gate, (idle, 0)))
     if missing > idle:
@@ -428,8 +427,8 @@ def chunked(rule, phi, q, k, v, gates, state):
 
 
 def tail(a, first, T):
-    """a[:, :, first:], for the state after T more tokens: of its own, for a view would hold, and save, all tokens of a prompt. (After one
-    token it is nearly all there is.)
+    """a[:, :, first:], for the state after T more tokens: a copy, for a view would hold (and torch.save) all tokens of a prompt. After one
+    token a view holds little else.
     """
     return a[:, :, first:].clone() if first and T > 1 else a[:, :, first:]
 

@@ -98,7 +98,7 @@ class Monomials(torch.autograd.Function):
     def backward(ctx, g):
         (scale, degrees, root, weight, *levels), p = ctx.saved_tensors, ctx.p
         x, n = levels[0], levels[0].shape[-2]
-        # summed before they are scaled: a degree's features share one scale, which may be 0, so nothing is divided by it
+        # dscale is summed before scaling, not divided out of scaled sums: a scale may be 0
         few = math.comb(n + p - 2, p - 1) if p > 1 else n     # the first: products of a 1 and p - 1 factors, whose degrees vary
         sums = (g[..., :few, :] * levels[-1] * root[:few]).transpose(0, -2).flatten(1).sum(-1)
         dscale = torch.zeros_like(scale).index_add(0, degrees[:few], sums)
@@ -132,7 +132,7 @@ def blocks(n, factors):
 
 
 class Features(nn.Module):
-    """phi, applied to the last dimension: (..., D) -> (..., E). `inner(x, y)` gives phi(x) phi(y)^T, by the kernel where there is one.
+    """phi, applied to the last dimension: (..., n, D) -> (..., n, E). `inner(x, y)` gives phi(x) phi(y)^T, by the kernel where there is one.
 
     kind     one of FEATURES                          degree      p, for monomial and elementwise
     sketch_dim  features of the degree-2 sketch       seed        of the sketch's fixed random matrices

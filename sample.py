@@ -36,11 +36,13 @@ def parse(argv=None):
 
 def read_prompt(args):
     """The prompt from --prompt, --prompt-file or stdin."""
-    if args.prompt != "-" and not args.prompt_file:
+    if args.prompt != "-" and args.prompt_file is None:
         return args.prompt
-    name = args.prompt_file or "-"
+    name = "-" if args.prompt_file is None else args.prompt_file
     try:
         if name == "-":
+            if sys.stdin is None:
+                raise UserError("cannot read the prompt: stdin is closed; take --prompt TEXT or --prompt-file FILE")
             return sys.stdin.buffer.read().decode("utf-8-sig")
         with open(name, encoding="utf-8-sig", newline="") as f:
             return f.read()
@@ -82,6 +84,10 @@ def speak(args):
                 print(piece, end="", flush=True)
         except KeyboardInterrupt:
             print(file=sys.stderr)                            # not behind the text
+            raise
+        except RuntimeError as fault:
+            if "probability tensor" in str(fault):            # torch.multinomial's
+                raise UserError(f"what {ckpt['path']} predicts is not finite: its training has diverged; take another checkpoint") from None
             raise
         print(flush=True)
 

@@ -13,7 +13,6 @@ A batch is a function of (seed, step) alone and a checkpoint holds all the rest,
 run that was stopped and resumed ends in the same bits as one that was not, as long as --minutes is not what lowers its rates.
 """
 import argparse
-import csv
 import ctypes
 import math
 import os
@@ -24,7 +23,7 @@ import tempfile
 import textwrap
 import time
 import zipfile
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
@@ -76,7 +75,7 @@ class TrainConfig:
     warmup: int = opt(20, "steps of linear warmup; unless given at most a tenth of --steps")
     decay_frac: float = opt(1.0, "last fraction of the run, over which the rates fall linearly to 0")
     eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
-    eval_windows: int = opt(64, "validation windows while training, evenly spaced; 0: all")
+    eval_windows: int = opt(64, "validation windows while training, evenly spaced: at least so many, if there are, and less than twice as many; 0: all")
     log_every: int = opt(10, "steps between log lines", low=1)
     sample_tokens: int = opt(200, "length of the sample at the end")
     device: str = opt("auto", "auto: cuda, else cpu (mps is untried: compare its first losses with cpu's)", choices=("auto", "cpu", "cuda", "mps"))
@@ -92,6 +91,8 @@ class TrainConfig:
         check(self)
         if self.warmup > self.steps:
             raise ValueError(f"--warmup {self.warmup} is longer than --steps {self.steps}")
+        if not self.out:
+            raise ValueError("--out is empty; name a folder")
         if self.decay_frac > 1 or self.beta2 >= 1:
             raise ValueError(f"--decay-frac must be at most 1, --beta2 below 1, not {self.decay_frac} and {self.beta2}")
 
@@ -149,10 +150,11 @@ def settings(given, ckpt=None, origin=None):
     names, known = {f.name for f in fields(TrainConfig)}, ckpt or origin
     if ckpt:
         train, config = dict(ckpt["train"]), ckpt["config"]
+        given = {n: v for n, v in given.items() if (n, v) not in (("size", "auto"), ("head_dim", 0))}      # decided when the run began
         for name, value in given.items():
             old = {**train, **config}.get(name)
             if name not in FREE and old != value:
-                raise UserError(f"--resume: {flag(name)} is {old} in {ckpt['path']}, but {value} was given; drop the "
+                raise UserError(f"--resume: {flag(name)} is {old!r} in {ckpt['path']}, but {value!r} was given; drop the "
                                 "flag, or start a new run without --resume")
         train = {n: given.get(n, v) for n, v in train.items() if n in given or n not in LAUNCH}
     else:
@@ -197,16 +199,24 @@ def save_checkpoint(path, run, model, optimizers):
     if rank():
         return
     tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")    # another run's, should it have the same --out, is another
+    with writing(path):
+        try:
+            with open(tmp, "wb") as f:
+                torch.save(state, f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(tmp, path)
+        finally:
+            tmp.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path):
+    """Within, what the disk refuses becomes one line, with the name of the file."""
     try:
-        with open(tmp, "wb") as f:
-            torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
+        yield
     except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
-        raise Halt(f"cannot write {path} ({first_line(fault)}); disk full? An earlier checkpoint is intact") from None
-    finally:
-        tmp.unlink(missing_ok=True)
+        raise Halt(f"cannot write {path} ({first_line(fault)}); disk full? Checkpoints that were saved are intact") from None
 
 
 def load_checkpoint(path):
@@ -550,14 +560,14 @@ class Muon(torch.optim.Muon):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 buffer = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
                 updates.append(p.grad.lerp(buffer, group["momentum"]))           # Nesterov's
-            for p, update in zip(params, newton_schulz(tuple(updates))):
+            for p, update in zip(params, newton_schulz(tuple(updates)) if updates else ()):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
 
 
 def make_optimizers(model, tc):
     """[AdamW] or [AdamW, Muon]. Hidden matrices decay and may go to Muon; embedding, head, norms, gates, convolutions
-    and the starts of the memories (3-D: one matrix a head) do neither (choice 20)."""
+    and the starts of the memories (3-D: one matrix a head) do neither (choice 20). It goes by names: `model` is an LM itself, not wrapped."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     embed, hidden, rest = [], [], []
     for name, p in model.named_parameters():
@@ -650,14 +660,19 @@ def open_log(path, step):
     """log.csv, to append a line at a time. Rows after `step`, logged by a killed run but not saved, are dropped; a column that an older version
     did not have stays empty in its rows.
     """
-    text = path.read_text("utf-8", "replace") if path.exists() else ""
-    head, *rows = list(csv.reader(text.splitlines())) or [COLUMNS]
-    rows = [dict(zip(head, row)) for row in rows if len(row) == len(head) and row[0].isdigit() and int(row[0]) <= step]
+    text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
+    head, *rows = [line.split(",") for line in text.splitlines() if line] or [COLUMNS]           # no field has a comma in it
+    number = lambda a: int(a) if a.isdecimal() and len(a) < 19 else math.inf
+    rows = [dict(zip(head, row)) for row in rows if len(row) == len(head) and number(row[0]) <= step]
     rows = [[row.get(name, "") for name in COLUMNS] for row in rows]
     tmp = path.with_name(path.name + ".tmp")
-    tmp.write_text("".join(",".join(row) + "\n" for row in [COLUMNS, *rows]))
-    os.replace(tmp, path)
-    return open(path, "a", buffering=1)
+    with writing(path):
+        try:
+            tmp.write_text("".join(",".join(row) + "\n" for row in [COLUMNS, *rows]))
+            os.replace(tmp, path)
+        finally:
+            tmp.unlink(missing_ok=True)
+        return open(path, "a", buffering=1)
 
 
 def clock(seconds):
@@ -668,7 +683,7 @@ def train(model, optimizers, run, tc, splits, device, dtype):
     """The loop, from run["step"] on -> None when --steps or --minutes are over, the number of the signal that stopped it, 0 for --stop-after."""
     out, first, earlier, began = Path(tc.out), run["step"], run["seconds"], time.perf_counter()
     log, busy, tokens = None, 0.0, 0
-    with StopOnSignal() as stop:
+    with StopOnSignal() as stop, ExitStack() as files:
         for step in count(first + 1):
             tick = time.perf_counter()
             scale = lr_scale(step - 1, tc, earlier + tick - began)
@@ -679,7 +694,7 @@ def train(model, optimizers, run, tc, splits, device, dtype):
             if log is None:                                   # only now that a step has worked are older files touched
                 if first == 0 and rank() == 0:
                     set_aside(out)
-                log = open(os.devnull, "w") if rank() else open_log(out / "log.csv", first)
+                log = files.enter_context(open(os.devnull, "w") if rank() else open_log(out / "log.csv", first))
             val, over = None, progress(step, earlier + time.perf_counter() - began, tc)
             if step % tc.eval_every == 0 or over >= 1:
                 val = evaluate(model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
@@ -688,7 +703,8 @@ def train(model, optimizers, run, tc, splits, device, dtype):
             if val is not None or step % tc.log_every == 0 or step == 1:
                 row = step, f"{loss:.6f}", "" if val is None else f"{val:.6f}", f"{norm:.4f}", \
                     f"{tc.lr * scale:.3g}", f"{tokens / busy:.0f}", f"{run['seconds']:.1f}"
-                log.write(",".join(map(str, row)) + "\n")
+                with writing(out / "log.csv"):
+                    log.write(",".join(map(str, row)) + "\n")
                 eta = (tc.steps - step) * elapsed / (step - first)
                 eta = clock(max(0.0, min(eta, 60 * tc.minutes - run["seconds"])) if tc.minutes else eta)
                 say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  val {'-' if val is None else f'{val:.4f}':6s}  grad norm {norm:.2f}  "
@@ -697,14 +713,14 @@ def train(model, optimizers, run, tc, splits, device, dtype):
             if val is not None and val < run["best"]:         # never true of nan
                 run["best"] = val
                 save_checkpoint(out / "best.pt", run, model, optimizers)
-            stop.signal = greatest(stop.signal, device)
-            stopping = stop.signal or step == tc.stop_after and over < 1
+            number = greatest(stop.signal, device)            # a signal that comes while they exchange it counts at the next step
+            stopping = number or step == tc.stop_after and over < 1
             if val is not None or stopping:
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
             if stopping:
                 go_on = "eval.py --ckpt" if over >= 1 else "train.py --resume --out"
                 say(f"stopped after step {step}, peak memory {peak_memory(device)}; to go on: python {go_on} {shlex.quote(tc.out)}")
-                return stop.signal
+                return number
             if over >= 1:
                 if step < tc.steps:
                     say(f"--minutes {tc.minutes} are over after {step} of {tc.steps} steps")
@@ -743,6 +759,8 @@ def finish(model, run, tc, splits, tokenizer, device, dtype):
     val = splits[1]
     say(f"\nbest step {ckpt['step']} on the whole validation split, {len(val):,} tokens in windows of {tc.seq_len}:")
     loss = report(model, tokenizer, val, tc.seq_len, tc.batch_size, dtype)
+    if not math.isfinite(loss):
+        raise Halt(f"the best validation loss is {loss}: the weights have diverged; lower --lr or --muon-lr")
     how = dict(temperature=0.8, generator=torch.Generator(device).manual_seed(tc.seed))
     with torch.compiler.set_stance("force_eager"):            # single tokens, at every place in a chunk: too many shapes to compile
         say("\n" + "".join(continue_text(model, tokenizer, encode_prompt(tokenizer, ""), tc.sample_tokens, **how)) + "\n")
@@ -817,8 +835,9 @@ def describe(tc, model, device, dtype, tokenizer, splits, used):
     say(f"data     {used}: {len(splits[0]):,} tokens to train, {len(splits[1]):,} to validate, {tokenizer.kind} "
         f"vocabulary of {tokenizer.vocab_size:,}")
     say(f"model    {tc.model}, {tc.size}: {model.num_params():,} parameters")
-    every = model.config.rule().muon_every
-    if model.config.mixer == "memory" and 1 < every and tc.seq_len <= every:
+    config = model.config
+    every = config.rule().muon_every if config.mixer == "memory" and config.memory_branch else 0
+    if every > 1 and tc.seq_len + config.persistent * (config.wiring in ("mag", "mal")) <= every:
         say(f"warning: what a memory has written is first read after --muon-every {every} tokens, so never in a sequence of --seq-len "
             f"{tc.seq_len}; lower --muon-every")
 
@@ -826,11 +845,12 @@ def describe(tc, model, device, dtype, tokenizer, splits, used):
 def launch(given):
     """A run, from its flags to its last line -> exit code."""
     ckpt = load_checkpoint(Path(given.get("out", TrainConfig.out)) / "ckpt.pt") if given.get("resume") else None
-    origin = load_checkpoint(given["init"]) if given.get("init") and not ckpt else None
+    origin = load_checkpoint(given["init"]) if "init" in given and not ckpt else None
     tc, config = settings(given, ckpt, origin)
     if ckpt and (progress(ckpt["step"], ckpt["seconds"], tc) >= 1 or 0 < tc.stop_after <= ckpt["step"]):
-        say(f"nothing to do: {tc.out} has {ckpt['step']} of {tc.steps} steps; eval.py --ckpt {shlex.quote(tc.out)} evaluates it, "
-            "--steps N trains it longer")
+        end = "--steps" if ckpt["step"] >= tc.steps else "--stop-after" if 0 < tc.stop_after <= ckpt["step"] else "--minutes"
+        say(f"nothing to do: {tc.out} has {ckpt['step']} of {tc.steps} steps, which is the end by {end}; eval.py --ckpt {shlex.quote(tc.out)} "
+            f"evaluates it, {end} N trains it longer")
         return 0
     device = pick_device(tc.device)
     if processes() > 1:
@@ -879,6 +899,10 @@ def main(argv=None):
 
 def exit_code(task, stopped="stopped", more_memory="take less at a time"):
     """task() -> its exit code; for what a user can be told in one line, that line on stderr. Also for bench.py, eval.py and sample.py."""
+    # where stdin, stdout or stderr are closed, the next file would take their number, and what is said would end in it
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(spare)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")              # a sample may hold letters that the terminal has not
     try:
@@ -893,9 +917,13 @@ def exit_code(task, stopped="stopped", more_memory="take less at a time"):
     except KeyboardInterrupt as fault:
         code, message = 128 + (fault.args or (signal.SIGINT,))[0], stopped
     except (MemoryError, RuntimeError) as fault:
-        if not out_of_memory(fault):
+        if out_of_memory(fault):
+            message = f"out of memory; {more_memory}"
+        elif processes() > 1 and (isinstance(fault, dist.DistError) or "Connection " in str(fault)):
+            message = "another process has ended; what it said tells why"
+        else:
             raise
-        code, message = 1, f"out of memory; {more_memory}"
+        code = 1
     print(f"error: {message}", file=sys.stderr)
     return code
 
