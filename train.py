@@ -661,7 +661,7 @@ def open_log(path, step):
     did not have stays empty in its rows.
     """
     text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
-    head, *rows = [line.split(",") for line in text.splitlines() if line] or [COLUMNS]           # no field has a comma in it
+    head, *rows = [line.split(",") for line in text.splitlines()] or [COLUMNS]           # no field has a comma in it
     number = lambda a: int(a) if a.isdecimal() and len(a) < 19 else math.inf
     rows = [dict(zip(head, row)) for row in rows if len(row) == len(head) and number(row[0]) <= step]
     rows = [[row.get(name, "") for name in COLUMNS] for row in rows]
