@@ -250,6 +250,18 @@ def test_ns_gradient_in_float32(shape):
     close(rounded.double() / exact.norm(), exact / exact.norm(), 3e-5)
 
 
+def test_ns_gradient_of_low_rank_in_float32():
+    """README, choice 14: what rounding there is in the null space of S grows with each of Muon's steps, and five are few enough."""
+    S = randn(16, 3) @ randn(3, 153)
+    U, off = torch.linalg.svd(S)[0][:, :3], []
+    weight = U @ U.T @ randn(16, 153)                         # in the range of S; anything else is itself multiplied, and hides that
+    for steps in (5, 10):
+        leaves = S.clone().requires_grad_(), S.float().requires_grad_()
+        exact, rounded = (torch.autograd.grad((newton_schulz(s, steps) * weight).sum(), s)[0] for s in leaves)
+        off.append(((rounded - exact).norm() / exact.norm()).item())
+    assert off[0] < 0.003 and off[1] > 0.1
+
+
 def test_ns_where_products_are_coarse(monkeypatch):
     """TF32 and bfloat16 products would make S S^T indefinite: then X X^T is taken in every step."""
     S, cuda = randn(2, 8, 48), torch.device("cuda")
@@ -4374,6 +4386,14 @@ def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
     assert len(params) == 3 and max(params) < 1.01 * min(params)                 # models of equal size, or the ratio says nothing
     assert {(part, name) for part in ("step", "decode") for name in names} <= {(r["part"], r["name"]) for r in result["records"]}
     assert all(("bytes" in r) == (r["what"] == "both") for r in result["records"] if (r["part"], r["name"]) == ("layer", "titans"))
+
+
+def test_work_is_what_the_readme_says():
+    """Four heads of 64, a memory of 128 with a window of 8, and Titans' forgetting: of another layer the ratios would be others."""
+    kit = bench.Bench(CPU, torch.float32, False, False, [])
+    c = bench.layer(kit, **bench.WORK, **bench.heads(256)).config
+    assert (c.n_embd, c.n_head, c.head_dim, c.memory, c.expansion * c.head_dim, c.features) == (256, 4, 64, "mlp", 128, "none")
+    assert (c.window, c.chunk, c.momentum, c.muon, c.forget, c.conv, c.loss) == (8, 64, True, False, "zero", True, "l2")
 
 
 def test_single_tokens_are_not_compiled(monkeypatch):
