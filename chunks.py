@@ -91,14 +91,9 @@ class How(NamedTuple):
 # ---------------------------------------------------------------------------------------------------------------------------
 # The products of a chunk.
 
-def products(rule, device):
-    """Within, products are taken in `rule.dtype`: torch casts what they multiply. Without one, no autocast of the caller's reaches them."""
-    return torch.autocast(device.type, rule.dtype, enabled=rule.dtype is not None)
-
-
 def exact(rule, device):
-    """Within `products`, products are again taken in the precision of what they multiply."""
-    return torch.autocast(device.type, enabled=False) if rule.dtype else nullcontext()
+    """Where products are in `rule.dtype` (memory.autocast), within this they are in the precision of what they multiply."""
+    return memory.autocast(device) if rule.dtype else nullcontext()
 
 
 def turn(a, tall):
@@ -381,6 +376,23 @@ class MuonLearned(NamedTuple):
     ns: list                                                  # what Newton-Schulz saves
 
 
+def momentum_of_blocks(how, part, pairs, fast):
+    """The S_t of a chunk, summed over each of its blocks, with what an earlier part of the chunk had of the first (N, blocks, k, wide) of each
+    matrix; its last S_t, or [] without momentum.
+    """
+    rows, G = [], part.G.mT.contiguous()[..., None]
+    for i, (x, d) in enumerate(unpacked_pairs(how.rule, pairs)):
+        s = memory.cast(write(x, d, G, how.tall[i]), G.dtype).unflatten(1, (G.shape[2], -1))     # all rows in one product
+        if fast.S:
+            s.addcmul_(part.momprod[..., None], fast.S[i][:, None])              # Eq 33
+        if fast.sums and how.pos:
+            s[:, 0].add_(fast.sums[i])
+        rows.append(s)
+    if part.momprod is None:
+        return rows, []
+    return [s[:, :-1] for s in rows], [s[:, -1] for s in rows]
+
+
 def muon_learn(how, part, M0, fast, anchor):
     """One chunk (or a part of one) learns, with Newton-Schulz every `muon_every` tokens; it begins `pos` tokens into a block.
 
@@ -417,21 +429,6 @@ def muon_learn(how, part, M0, fast, anchor):
         W = [w.contiguous() for w in W]
     O = [o[:, -1] for o in new] if (pos + c) % rule.muon_every and not closes else []
     return held, Fast(W, S, sums, O), (*saved, *seen, *S, *balls, *ns)
-
-
-def momentum_of_blocks(how, part, pairs, fast):
-    """The S_t of each block summed, (N, blocks, k, wide) of each matrix; the last S_t, [] without momentum  (Eq 33)."""
-    rows, G = [], part.G.mT.contiguous()[..., None]
-    for i, (x, d) in enumerate(unpacked_pairs(how.rule, pairs)):
-        s = memory.cast(write(x, d, G, how.tall[i]), G.dtype).unflatten(1, (part.G.shape[1], -1))   # all rows in one product
-        if fast.S:
-            s.addcmul_(part.momprod[..., None], fast.S[i][:, None])
-        if fast.sums and how.pos:                             # the first block has begun in an earlier chunk's part
-            s[:, 0].add_(fast.sums[i])
-        rows.append(s)
-    if part.momprod is None:
-        return rows, []
-    return [s[:, :-1] for s in rows], [s[:, -1] for s in rows]
 
 
 def muon_held(held, coef):
@@ -601,7 +598,7 @@ class Chunks(torch.autograd.Function):
         if dy is None:                                        # what was read is not used
             dy = parts.v.new_zeros(*parts.xq.shape[:3], parts.v.shape[-1])
         grads = parts.each(empty_like)
-        with products(ctx.how.rule, dy.device), below_autograd():                                # as in forward (omega.omega)
+        with memory.autocast(dy.device, ctx.how.rule.dtype), below_autograd():           # as in forward (omega.omega)
             dgroups = ctx.gradient(ctx.how, parts, grads, kept, dy, dafter, *groups)
         return None, None, None, None, *grads, *(a for group in dgroups for a in group)
 
@@ -806,10 +803,10 @@ def of_stretch(how, kept):
 
 
 def room_for_dC(how, part, C, dafter):
-    """Room for the gradient of W and S before each chunk of a stretch and after its last; dafter, if given, is put at its end.
+    """Room for the gradients of W and S before each chunk of a stretch and after its last, where `dafter` is put, if it is given.
 
-    -> the room, (count + 1, N, s, k, wide) of each matrix; the same chunk by chunk, for products; that after each chunk, (count N, s, k, wide);
-    that after the last one, for sums. With no C (zero: the first chunk, by itself) there is no room, and the last two are dafter.
+    -> the room of each matrix (count + 1, N, s, k, wide); the same by chunk, for products; that after each chunk (count N, s, k, wide); dafter,
+    which now is the end of the room, but with a rule.dtype. Without C (zero: the first chunk, by itself) there is no room but dafter itself.
     """
     count = len(part.v)
     room = [c.new_empty(count + 1, *c.shape[1:]) for c in C]
@@ -828,11 +825,11 @@ def room_for_dC(how, part, C, dafter):
 def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, starts, C, anchor):
     """The gradient of one stretch of chunks (`part`, one by one in `ones`) -> those of M0, of C before it, of the anchor.
 
-    Read (all at once), learn (from the last chunk to the first), and the rest of learning (all at once).
+    What was read, of all chunks at once; what each has learned, from the last to the first; the rest of that, at once again.
     starts: M0 `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter, that of C after the stretch, before the
     ball, is () or a list, which this changes; balls bounded each W before a chunk.
     """
-    (count, N), tall, flat = part.v.shape[:2], how.tall, part._replace(v=None).each(merged)
+    (count, N), flat = part.v.shape[:2], part._replace(v=None).each(merged)
     saved, (zq, RX), reads, _ = of_stretch(how, kept)
     at, own = anchor or [c[:, :, 0] for c in C], bool(C and not anchor)
     room, slots, last, dafter = room_for_dC(how, part, C, dafter)
@@ -861,9 +858,8 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
 
 
 def put_writes(how, part, grads, writes, pairs, narrow, C, last, dlast, to_xk):
-    """Writes to `grads` what chunks leave behind says of last, ends, across, and, with `to_xk`, of xk and xw: write_rest_backward, and products.
-
-    narrow: what the first `write` made of the narrow side.
+    """Writes to `grads` those of last, ends and across, and, with the pairs `to_xk` of put_products, of xk and xw: what `write` and `carry` are left
+    with when the chunks have gone by. narrow: what the first `write` made of the narrow side.
     """
     dx = dends = dacross = None
     if last and (C or not how.tall[0]):                       # else that has nothing to do

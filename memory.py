@@ -27,6 +27,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in 
     c tokens of a chunk (the paper's c is `window`)   n pairs that a chunk learns from
 """
 import math
+from contextlib import nullcontext
 from functools import wraps
 from typing import NamedTuple
 
@@ -282,6 +283,13 @@ def add_product(y, a, b):
     if torch.compiler.is_compiling() or not y.dtype == a.dtype == b.dtype:       # autocast leaves `out` alone; inductor copies y for
         return y.add_(torch.bmm(a, b))                        # baddbmm, but makes this sum part of what comes next
     return torch.baddbmm(y, a, b, out=y)
+
+
+def autocast(device, dtype=None):
+    """Within, products are in `dtype`: torch casts what they multiply. Without one, no autocast of the caller's reaches them."""
+    if not torch.amp.is_autocast_available(device.type):      # as of the meta device, on which shapes and FLOPs can be had for nothing
+        return nullcontext()
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 def cast(a, dtype):

@@ -354,7 +354,7 @@ class Memory(nn.Module):
         check_batch(x, state and state.conv, least=1)
         state = state or self.start(x)
         q, k, v, tail = self.rows(self.qkv(x), state.conv)
-        with torch.autocast(x.device.type, enabled=False):    # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
+        with memory.autocast(x.device):                       # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
             y, inner = omega.omega(self.config.rule(), self.phi, q, k, v, self.make_gates(x), state.rule)
         return self.finish(x, y), MemoryState(inner, tail)
 
@@ -372,7 +372,7 @@ class Memory(nn.Module):
     def retrieve(self, x, W, keys=None):
         """M*(q), Titans Eq 21: what the fast weights W recall for x, without writing: (B, T, n_embd) -> (B, T, n_embd)."""
         q = unit(at_least_float32(self.heads(F.silu(self.qkv(x).chunk(3, -1)[0]))))              # no convolution: choice 18
-        with torch.autocast(x.device.type, enabled=False):
+        with memory.autocast(x.device):
             rule = self.config.rule()._replace(dtype=None)
             rows = omega.features(rule, self.phi, q) if keys is None else omega.kernel_rows(q, keys)
             y = memory.apply(rule.memory, W, rows, q, rule.norm)

@@ -386,7 +386,7 @@ def omega(rule, phi, q, k, v, gates, state):
         raise ValueError(f"a state {'with' if state.S else 'without'} momentum does not go with gates {'without' if state.S else 'with'} it")
     if rule.dtype and not rule.dtype.itemsize < state.W[0].dtype.itemsize == 4:
         raise ValueError(f"{rule.dtype} for the memory's products needs fast weights in float32, not in {state.W[0].dtype}")
-    with chunks.products(rule, q.device):
+    with memory.autocast(q.device, rule.dtype):
         return chunked(rule, phi, q, k, v, gates, state)
 
 

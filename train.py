@@ -23,7 +23,7 @@ import tempfile
 import textwrap
 import time
 import zipfile
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data import KINDS, Parser, UserError, batch, make_tokenizer, read, streams, tokenizer_from_state, windows
-from models import LIMIT, LM, PRESETS, SIZES, Config, check, detach, flag, opt
+from models import LM, PRESETS, SIZES, Config, check, detach, flag, opt
 from muon import exact_products, newton_schulz
 
 if not hasattr(torch.optim, "Muon"):                          # begun in torch 2.9
@@ -47,7 +47,7 @@ MATMUL = "auto", "highest", "high", "medium"
 
 @dataclass
 class TrainConfig:
-    """Everything about a run that is not the network. Numbers are at least 0, or at least `low`; integers below LIMIT."""
+    """Everything about a run that is not the network. Numbers are at least 0, or at least `low`; integers below models.LIMIT."""
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
     size: str = opt("auto", "of the network and of the run; auto: baby on CUDA, else tiny", choices=("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a text file, or a folder of text files or token files (data.py)")
@@ -75,7 +75,7 @@ class TrainConfig:
     warmup: int = opt(20, "steps of linear warmup; unless given at most a tenth of --steps")
     decay_frac: float = opt(1.0, "last fraction of the run, over which the rates fall linearly to 0")
     eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
-    eval_windows: int = opt(64, "validation windows while training, evenly spaced: at least so many, if there are, and less than twice as many; 0: all")
+    eval_windows: int = opt(64, "about so many validation windows while training, evenly spaced, but less than twice as many; 0: all")
     log_every: int = opt(10, "steps between log lines", low=1)
     sample_tokens: int = opt(200, "length of the sample at the end")
     device: str = opt("auto", "auto: cuda, else cpu (mps is untried: compare its first losses with cpu's)", choices=("auto", "cpu", "cuda", "mps"))
@@ -656,9 +656,9 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
 COLUMNS = ("step", "loss", "val", "grad_norm", "lr", "tokens_per_s", "seconds")
 
 
-def open_log(path, step):
-    """log.csv, to append a line at a time. Rows after `step`, logged by a killed run but not saved, are dropped; a column that an older version
-    did not have stays empty in its rows.
+def begin_log(path, step):
+    """Makes log.csv ready for the rows after `step`: those that are there, logged by a killed run but not saved, are dropped; a column that an
+    older version did not have stays empty in its rows.
     """
     text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
     head, *rows = [line.split(",") for line in text.splitlines()] or [COLUMNS]           # no field has a comma in it
@@ -672,7 +672,6 @@ def open_log(path, step):
             os.replace(tmp, path)
         finally:
             tmp.unlink(missing_ok=True)
-        return open(path, "a", buffering=1)
 
 
 def clock(seconds):
@@ -682,8 +681,8 @@ def clock(seconds):
 def train(model, optimizers, run, tc, splits, device, dtype):
     """The loop, from run["step"] on -> None when --steps or --minutes are over, the number of the signal that stopped it, 0 for --stop-after."""
     out, first, earlier, began = Path(tc.out), run["step"], run["seconds"], time.perf_counter()
-    log, busy, tokens = None, 0.0, 0
-    with StopOnSignal() as stop, ExitStack() as files:
+    busy, tokens = 0.0, 0
+    with StopOnSignal() as stop:
         for step in count(first + 1):
             tick = time.perf_counter()
             scale = lr_scale(step - 1, tc, earlier + tick - began)
@@ -691,10 +690,10 @@ def train(model, optimizers, run, tc, splits, device, dtype):
                 torch.manual_seed(tc.seed + rank() + step * processes())
             loss, norm = train_step(model, optimizers, tc, splits[0], step - 1, scale, device, dtype)
             busy, tokens = busy + time.perf_counter() - tick, tokens + tc.batch_size * tc.grad_accum * tc.seq_len
-            if log is None:                                   # only now that a step has worked are older files touched
-                if first == 0 and rank() == 0:
+            if step == first + 1 and rank() == 0:             # only now that a step has worked are older files touched
+                if first == 0:
                     set_aside(out)
-                log = files.enter_context(open(os.devnull, "w") if rank() else open_log(out / "log.csv", first))
+                begin_log(out / "log.csv", first)
             val, over = None, progress(step, earlier + time.perf_counter() - began, tc)
             if step % tc.eval_every == 0 or over >= 1:
                 val = evaluate(model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
@@ -703,8 +702,9 @@ def train(model, optimizers, run, tc, splits, device, dtype):
             if val is not None or step % tc.log_every == 0 or step == 1:
                 row = step, f"{loss:.6f}", "" if val is None else f"{val:.6f}", f"{norm:.4f}", \
                     f"{tc.lr * scale:.3g}", f"{tokens / busy:.0f}", f"{run['seconds']:.1f}"
-                with writing(out / "log.csv"):
-                    log.write(",".join(map(str, row)) + "\n")
+                if rank() == 0:
+                    with writing(out / "log.csv"), open(out / "log.csv", "a") as log:
+                        log.write(",".join(map(str, row)) + "\n")
                 eta = (tc.steps - step) * elapsed / (step - first)
                 eta = clock(max(0.0, min(eta, 60 * tc.minutes - run["seconds"])) if tc.minutes else eta)
                 say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  val {'-' if val is None else f'{val:.4f}':6s}  grad norm {norm:.2f}  "
