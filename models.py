@@ -798,7 +798,11 @@ def state_bytes(state):
     return sum(map(state_bytes, inner))
 
 
-def main():
+def main(argv=()):
+    """Lists the models, and which columns of the paper's Table 1 they have."""
+    if argv:
+        print(f"error: models.py takes no arguments, not {' '.join(argv)}; it lists the models", file=sys.stderr)
+        return 2
     print(f"{'model':16}{'decay':>7}{'deep':>6}{'phi':>5}{'2nd':>5}{'window':>8}{'parameters':>12}{'state bytes at 256, 1024 tokens':>34}")
     for name in PRESETS:
         model = build(name)
@@ -809,4 +813,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -2038,6 +2038,7 @@ def test_models_py_prints_the_models_of_the_paper(monkeypatch, capsys):
     cache = 2 * 2 * 256 * 192 * 4                             # k and v of two blocks, 256 tokens, float32
     memory = 2 * 4 * (8 * 16 * 16 + 3 * 3 * 128)              # W of 8 heads and three inputs of the convolution, at any length
     assert said == [["transformer", *"--xx-", "910,752", f"{cache:,}", f"{4 * cache:,}"], ["linear", *"-----", "878,192", f"{memory:,}", f"{memory:,}"]]
+    assert "no arguments, not --model" in refused(capsys, models.main, "--model")
 
 
 @pytest.mark.parametrize("cls", [models.Config, train.TrainConfig])
