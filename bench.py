@@ -261,7 +261,7 @@ def definition(bench, width):
     for name, rule, T in (("omega_ref, token by token", omega.omega_ref, bench.pick(8, 64)),
                           ("omega_chunk, formulas", omega.omega_chunk, bench.pick(64, 1024))):
         fast = layer_runs(bench, run, 1, T, width)["", "both"]
-        runs = {name: slow(fast, rule), "omega, fast": fast}
+        runs = {name: slow(fast, rule), f"omega, T {T}": fast}                   # a name each: it is no line of the picture
         times = race(runs, 0, bench.device)
         for name, t in times.items():
             peak = peak_bytes(runs[name], bench.device)

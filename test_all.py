@@ -4389,7 +4389,9 @@ def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
         assert f"\n{part}: " in out
     layer = {(r["name"], r["T"], r["what"]) for r in result["records"] if r["part"] == "layer"}
     assert {("titans", 64, "both"), ("titans", 64, "forward"), ("transformer", 32, "both"), ("WORK", 64, "both"), ("chunk 16", 64, "both"),
-            ("omega_ref, token by token", 8, "both"), ("omega_chunk, formulas", 64, "both"), ("omega, fast", 64, "both")} <= layer
+            ("omega_ref, token by token", 8, "both"), ("omega_chunk, formulas", 64, "both"), ("omega, T 64", 64, "both")} <= layer
+    lengths = {name: {T for n, T, _ in layer if n == name} for name, _, _ in layer}
+    assert {name for name in lengths if len(lengths[name]) > 1} == {*names, "WORK"}              # the lines of the picture
     params = [r["params"] for r in result["records"] if r["part"] == "step"]
     assert len(params) == 3 and max(params) < 1.01 * min(params)                 # models of equal size, or the ratio says nothing
     assert {(part, name) for part in ("step", "decode") for name in names} <= {(r["part"], r["name"]) for r in result["records"]}
@@ -5343,6 +5345,8 @@ MUTANTS = [
     ("recall is trained at one rate", "eval.py", "train.lr_scale(step, tc))", "1.0)", "test_mqar_is_trained_as_it_says"),
     ("memory may grow by half", "eval.py", "max(growth) > 0.05", "max(growth) > 0.5", "test_stream_tells_growth_and_nan"),
     ("models of any size beside each other", "bench.py", "{name: widen(config, target) for", "{name: config for", "test_bench_prints_tables_and_json"),
+    ("the fast rule beside both definitions as one contestant", "bench.py", 'f"omega, T {T}": fast', '"omega, fast": fast',
+     "test_bench_prints_tables_and_json"),
 ]
 
 
