@@ -17,6 +17,7 @@ other programs do not count. Memory is the peak of what torch's allocator has ha
 beyond what there was before: weights and inputs do not count. The last line is JSON.
 """
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -115,6 +116,7 @@ def race(runs, seconds, device, must=math.inf):
                 print(f"{name}: not compiled, {type(fault).__name__}: {train.first_line(fault)}")
             else:
                 raise
+    gc.collect()                                # else within a round: what the profiler of peak_bytes leaves takes half a second
     times = {name: [] for name in first}
     while len(times) and (any(len(t) < rounds for t in times.values()) or now(device) - began < seconds):
         for name in times:
