@@ -517,9 +517,14 @@ def stretches(parts, weights, alone):
     (count, N, n, _), device = parts.v.shape, parts.v.device
     numbers, first = N * n * max(w.shape[-1] for w in weights), int(alone)
     size = max(1, AT_ONCE.get(device.type, AT_ONCE["cpu"]) // numbers)
-    if Chunks.compiled:                                       # of one size, if that is not much smaller: each is a shape to compile
-        size = next((s for s in range(min(size, count - first), size // 2, -1) if (count - first) % s == 0), size)
+    if Chunks.compiled:                                       # each size is a shape to compile
+        size = even(count - first, size)
     return [slice(0, 1)] * first + [slice(j, min(j + size, count)) for j in range(first, count, size)]
+
+
+def even(count, size):
+    """The size of the parts of `count` that are to be of at most `size`: all of one, if that is not much smaller."""
+    return next((s for s in range(min(size, count), size // 2, -1) if count % s == 0), size)
 
 
 def longest(cuts):

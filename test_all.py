@@ -691,6 +691,74 @@ def test_chunks_read_together(name, size, monkeypatch):
         close(a, b)
 
 
+def in_pieces(monkeypatch, count):
+    """omega reads so many chunks at a time -> a list that will hold the numbers of tokens it has read."""
+    read, real = [], omega_module.chunked
+    monkeypatch.setattr(omega_module, "pieces", lambda T, pos, chunk, numbers, device, cut=omega_module.pieces: cut(T, pos, chunk, 1, CPU))
+    monkeypatch.setitem(omega_module.PIECE, "cpu", count)
+    monkeypatch.setattr(omega_module, "chunked", lambda rule, phi, q, *more: read.append(q.shape[2]) or real(rule, phi, q, *more))
+    return read
+
+
+@pytest.mark.parametrize("name", ["omeganet", "momentum, mid-chunk", "window beyond the chunk", "from rest", "atlas, mid-block", "atlas, no momentum"])
+def test_a_long_text_is_read_in_pieces(name, monkeypatch):
+    """Each from the state after the one before it: outputs, states and outer gradients are those of the definition, which knows no pieces."""
+    *case, T, earlier, features = EQUAL[name]
+    chunk = case[3]
+    read = in_pieces(monkeypatch, 2 * chunk)
+    both_ways((*case, 5 * chunk + 1, earlier, features), ball=0.7)
+    pos = earlier % chunk
+    assert read == [earlier] * bool(earlier) + [2 * chunk - pos, 2 * chunk, chunk + 1 + pos]
+
+
+def test_keys_of_exp_features_in_pieces(monkeypatch):
+    """A piece has rows for the keys up to its own: the coefficients grow from piece to piece, and so does what they are the gradient of."""
+    rule, (phi, x) = Rule("mlp", "l2", 5, 4), problem("mlp", "l2", 5, 14, features="exp")
+    whole, gradient, _ = all_of(omega, rule, phi, x, (3,))
+    read = in_pieces(monkeypatch, 4)
+    out, again, _ = all_of(omega, rule, phi, x, (3,))
+    assert read == [3, 1, 4, 4, 2]
+    for a, b in zip([*out, *again], [*whole, *gradient], strict=True):
+        close(a, b)
+
+
+def test_what_counts_as_the_length_of_a_text(monkeypatch):
+    """`exp` features have a row as long as all keys so far; but compiled, pieces of them would each be shapes of their own, and take minutes."""
+    phi, x = problem("mlp", "l2", 2, 6, features="exp")
+    seen, real = [], omega_module.pieces
+    monkeypatch.setattr(omega_module, "pieces", lambda T, pos, chunk, numbers, device: seen.append(numbers) or real(T, pos, chunk, numbers, device))
+    learn(omega, Rule("mlp", "l2", 2, 4), phi, x, (4,))
+    monkeypatch.setattr(chunks.Chunks, "compiled", True)
+    learn(omega, Rule("mlp", "l2", 2, 4), phi, x, (4,))
+    assert seen == [2 * 2 * (3 + 4), 2 * 2 * (3 + 6), 2 * 2 * 3, 2 * 2 * 3]
+
+
+def test_pieces_end_with_a_chunk_and_are_of_one_size(monkeypatch):
+    """Else a chunk is computed in two parts; and a size that comes once is a shape to compile. A text that is short enough is whole."""
+    cut = lambda T, pos, numbers: omega_module.pieces(T, pos, 8, numbers, CPU)
+    monkeypatch.setitem(omega_module.PIECE, "cpu", 10 * 8 * 6)                   # ten chunks of six numbers a token
+    assert cut(80, 0, 6) == [80] and cut(89, 0, 6) == [48, 41] and cut(96, 0, 6) == [48, 48] and cut(240, 0, 6) == [80] * 3
+    assert cut(93, 3, 6) == [45, 48] and cut(81, 0, 6) == [80, 1] and cut(3, 3, 6) == [3] and cut(0, 0, 6) == [0]
+    assert cut(20, 0, 10**6) == [8, 8, 4] and cut(20, 0, 0) == [20]              # no piece is less than a chunk; nor is an empty batch cut
+
+
+@pytest.mark.parametrize("features, less", [("monomial", 0.85), ("exp", 0.7)])
+def test_pieces_spare_memory(features, less, monkeypatch):
+    """What the length of pieces is reckoned from: of 16 chunks, a sixteenth of the features is enough to have at a time."""
+    peaks, rule = [], Rule("mlp", "l2", 4, 16)
+    phi, x = problem("mlp", "l2", 4, 256, False, features)
+
+    def run():
+        y, _ = learn(omega, rule, phi, x)
+        torch.autograd.grad(y.sum(), [x["q"], x["k"]])
+
+    wide = phi.out_dim + (256 if features == "exp" else 0)
+    for numbers in (256, 255, 16):
+        monkeypatch.setitem(omega_module.PIECE, "cpu", numbers * x["q"].shape[:2].numel() * wide)
+        peaks.append(bench.peak_bytes(run, CPU))
+    assert peaks[1] < 0.95 * peaks[0] and peaks[2] < less * peaks[0]
+
+
 @pytest.mark.parametrize("features, muon_every", [("monomial", 0), ("monomial", 2), ("exp", 0)])
 def test_omega_gradcheck(features, muon_every):
     """The outer loop's gradient against finite differences, through the inner gradients, Newton-Schulz and features without a reference."""
@@ -5287,8 +5355,20 @@ MUTANTS = [
      "test_a_stretch_lets_go_of_the_one_after"),
     ("the convolution for torch.compile: taps the wrong way", "models.py", "taps[j] * seen[:, j: j + T]", "taps[-1 - j] * seen[:, j: j + T]",
      "test_chunk_steps_compile_whole[omeganet]"),
-    ("compiled stretches of any size", "chunks.py", "    if Chunks.compiled:                                       # of one", "    if False:  # of one",
+    ("compiled stretches of any size", "chunks.py", "    if Chunks.compiled:                                       # each", "    if False:  # each",
      "test_compiled_stretches_are_of_one_size"),
+    ("pieces of a text begin from the same state", "omega.py", "y, state = chunked(rule, phi, q, k, v, Gates(*gates), state)",
+     "y, after = chunked(rule, phi, q, k, v, Gates(*gates), state)", "test_a_long_text_is_read_in_pieces"),
+    ("a piece ends within a chunk", "omega.py", "ends = [*range(size - pos, T, size), T]", "ends = [*range(size, T, size), T]",
+     "test_pieces_end_with_a_chunk_and_are_of_one_size"),
+    ("pieces of two sizes", "omega.py", "size = chunk * chunks.even(-(-(pos + T) // chunk), size)", "size = chunk * size",
+     "test_pieces_end_with_a_chunk_and_are_of_one_size"),
+    ("a text of no sequences is cut by zero", "omega.py", "// max(1, numbers * chunk))", "// (numbers * chunk))",
+     "test_pieces_end_with_a_chunk_and_are_of_one_size"),
+    ("rows as long as the text do not count", "omega.py", "wide += state.keys.shape[2] + T", "wide += 0", "test_pieces_spare_memory"),
+    ("compiled, a text with exp features is many shapes", "omega.py", 'if phi.kind == "exp" and not chunks.Chunks.compiled:', 'if phi.kind == "exp":',
+     "test_what_counts_as_the_length_of_a_text"),
+    ("no text is long", "omega.py", "        if len(lengths) == 1:\n", "        if len(lengths):\n", "test_pieces_spare_memory"),
     ("ragged windows are compiled", "train.py", "nullcontext() if whole else", "nullcontext() if True else", "test_ragged_windows_are_not_compiled"),
     ("evaluation at half speed", "eval.py", '    train.set_matmul("auto", device, torch.float32)\n', "",
      "test_matmul_by_itself"),
