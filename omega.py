@@ -387,14 +387,15 @@ def omega(rule, phi, q, k, v, gates, state):
         raise ValueError(f"a state {'with' if state.S else 'without'} momentum does not go with gates {'without' if state.S else 'with'} it")
     if rule.dtype and not rule.dtype.itemsize < state.W[0].dtype.itemsize == 4:
         raise ValueError(f"{rule.dtype} for the memory's products needs fast weights in float32, not in {state.W[0].dtype}")
-    T, wide, tokens, ys = q.shape[2], phi.out_dim, (q, k, v, *gates), []
-    if phi.kind == "exp" and not chunks.Chunks.compiled:      # rows as long as the text (write_keys): those of each piece are another shape
+    T, wide = q.shape[2], phi.out_dim
+    if phi.kind == "exp" and not chunks.Chunks.compiled:      # as long as the text (write_keys); compiled, each piece would be another shape
         wide += state.keys.shape[2] + T
     lengths = pieces(T, state.pos, rule.chunk, q.shape[:2].numel() * wide, q.device)
     with memory.autocast(q.device, rule.dtype):
         if len(lengths) == 1:
             return chunked(rule, phi, q, k, v, gates, state)
-        for q, k, v, *gates in zip(*(repeat(None) if a is None else a.split(lengths, 2) for a in tokens)):
+        ys = []
+        for q, k, v, *gates in zip(*(repeat(None) if a is None else a.split(lengths, 2) for a in (q, k, v, *gates))):
             y, state = chunked(rule, phi, q, k, v, Gates(*gates), state)
             ys.append(y)
     return torch.cat(ys, 2), state
@@ -406,9 +407,9 @@ PIECE = dict(cpu=12_000_000, cuda=2**28)                      # numbers; measure
 def pieces(T, pos, chunk, numbers, device):
     """T tokens, the first `pos` tokens into a chunk, as the lengths of pieces that end with a chunk, each read after the one before it.
 
-    phi(q), phi(k) and their gradients, so many `numbers` a token, are most of what a long text takes while it is read; where they are those
-    of a piece alone, of PIECE numbers at most, that is less memory, and less to go through. `exp` features are spared half of their
-    products, too: a piece has no rows for keys that come after it.
+    phi(q) is `numbers` a token, at most PIECE for a piece. With phi(k) and the gradients of both it is half of what a long text takes, but the
+    gradients of one piece make room for the next one's. `exp` features are spared half of their products, too: a piece has no columns for
+    keys that come after it.
     """
     size = max(1, PIECE.get(device.type, PIECE["cpu"]) // max(1, numbers * chunk))
     size = chunk * chunks.even(-(-(pos + T) // chunk), size)
