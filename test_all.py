@@ -691,11 +691,11 @@ def test_chunks_read_together(name, size, monkeypatch):
         close(a, b)
 
 
-def in_pieces(monkeypatch, count):
-    """omega reads so many chunks at a time -> a list that will hold the numbers of tokens it has read."""
+def in_pieces(monkeypatch, most):
+    """omega reads so many tokens at a time, at most -> a list that will hold how many each time."""
     read, real = [], omega_module.chunked
     monkeypatch.setattr(omega_module, "pieces", lambda T, pos, chunk, numbers, device, cut=omega_module.pieces: cut(T, pos, chunk, 1, CPU))
-    monkeypatch.setitem(omega_module.PIECE, "cpu", count)
+    monkeypatch.setitem(omega_module.PIECE, "cpu", most)
     monkeypatch.setattr(omega_module, "chunked", lambda rule, phi, q, *more: read.append(q.shape[2]) or real(rule, phi, q, *more))
     return read
 
@@ -744,7 +744,7 @@ def test_pieces_end_with_a_chunk_and_are_of_one_size(monkeypatch):
 
 @pytest.mark.parametrize("features, less", [("monomial", 0.85), ("exp", 0.7)])
 def test_pieces_spare_memory(features, less, monkeypatch):
-    """What the length of pieces is reckoned from: of 16 chunks, a sixteenth of the features is enough to have at a time."""
+    """A text of 16 chunks as a whole; in two pieces, where phi makes more of it than PIECE, by a token's numbers; and a chunk at a time."""
     peaks, rule = [], Rule("mlp", "l2", 4, 16)
     phi, x = problem("mlp", "l2", 4, 256, False, features)
 
@@ -753,8 +753,8 @@ def test_pieces_spare_memory(features, less, monkeypatch):
         torch.autograd.grad(y.sum(), [x["q"], x["k"]])
 
     wide = phi.out_dim + (256 if features == "exp" else 0)
-    for numbers in (256, 255, 16):
-        monkeypatch.setitem(omega_module.PIECE, "cpu", numbers * x["q"].shape[:2].numel() * wide)
+    for tokens in (256, 255, 16):
+        monkeypatch.setitem(omega_module.PIECE, "cpu", tokens * x["q"].shape[:2].numel() * wide)
         peaks.append(bench.peak_bytes(run, CPU))
     assert peaks[1] < 0.95 * peaks[0] and peaks[2] < less * peaks[0]
 
