@@ -32,8 +32,8 @@ keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and onc
          token 2  k2 s1 g[1,0]  k2 s1 g[1,1] + s2 g[2,1] s2 g[2,2]                0
          token 3  k3 k2 ..      k3 (the one above)       k3 s2 g[2,2] + s3 g[3,2] s3 g[3,3]
 
-`omega` is that again, faster and for any length: all that depends on the gates alone (`mixing`) and the way from tokens to chunks and back
-are here, the products, with their gradient written out, in chunks.py.
+`omega` is that again, faster and for any length, a long text in pieces: all that depends on the gates alone (`mixing`) and the way from tokens
+to chunks and back are here, the products, with their gradient written out, in chunks.py.
 N stands for B H, c for the tokens of a chunk, n for the pairs they learn from.
 """
 import sys
@@ -387,8 +387,8 @@ def omega(rule, phi, q, k, v, gates, state):
         raise ValueError(f"a state {'with' if state.S else 'without'} momentum does not go with gates {'without' if state.S else 'with'} it")
     if rule.dtype and not rule.dtype.itemsize < state.W[0].dtype.itemsize == 4:
         raise ValueError(f"{rule.dtype} for the memory's products needs fast weights in float32, not in {state.W[0].dtype}")
-    T, wide = q.shape[2], phi.out_dim
-    if phi.kind == "exp" and not chunks.Chunks.compiled:      # as long as the text (write_keys); compiled, each piece would be another shape
+    T, wide = q.shape[2], phi.out_dim                         # E, the numbers phi makes of a token in one head
+    if phi.kind == "exp" and not chunks.Chunks.compiled:      # and one for each key (write_keys); compiled, each piece would be another shape
         wide += state.keys.shape[2] + T
     lengths = pieces(T, state.pos, rule.chunk, q.shape[:2].numel() * wide, q.device)
     with memory.autocast(q.device, rule.dtype):
@@ -401,15 +401,15 @@ def omega(rule, phi, q, k, v, gates, state):
     return torch.cat(ys, 2), state
 
 
-PIECE = dict(cpu=12_000_000, cuda=2**28)                      # numbers; measured on a CPU, a guess for a GPU
+PIECE = dict(cpu=12_000_000, cuda=2**28)                      # numbers of phi(q); measured on a CPU, a guess for a GPU
 
 
 def pieces(T, pos, chunk, numbers, device):
     """T tokens, the first `pos` tokens into a chunk, as the lengths of pieces that end with a chunk, each read after the one before it.
 
-    phi(q) is `numbers` a token, at most PIECE for a piece. With phi(k) and the gradients of both it is half of what a long text takes, but the
-    gradients of one piece make room for the next one's. `exp` features are spared half of their products, too: a piece has no columns for
-    keys that come after it.
+    phi(q) is N E `numbers` a token, at most PIECE for a piece of several chunks. With phi(k) and the gradients of both that is two fifths of what
+    a long text takes (omeganet's); but the gradients of one piece make room for the next one's. `exp` features are spared up to half of their
+    products, too: a piece has no columns for keys that come after it.
     """
     size = max(1, PIECE.get(device.type, PIECE["cpu"]) // max(1, numbers * chunk))
     size = chunk * chunks.even(-(-(pos + T) // chunk), size)
