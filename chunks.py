@@ -505,7 +505,7 @@ def muon_run(rule, state, parts, B):
 # ---------------------------------------------------------------------------------------------------------------------------
 # Many chunks at a time, and all of them as one step of autograd's.
 
-AT_ONCE = dict(cpu=120_000, cuda=2**26)                       # numbers; measured on a CPU, a guess for a GPU
+AT_ONCE = dict(cpu=120_000, cuda=2**24)                       # numbers; measured on a CPU; for a GPU a guess: kernels of some 30 us
 
 
 def stretches(parts, weights, alone):

@@ -379,7 +379,7 @@ class Memory(nn.Module):
         return self.finish(x, y)
 
 
-omega.COMPILED += [(Memory, "rows"), (omega, "features")]      # passes over all tokens, which are worth a kernel
+omega.COMPILED += [(Memory, "rows"), (omega, "features"), (Memory, "finish"), (Norm, "forward")]         # passes over all tokens, worth a kernel
 
 
 class AttentionState(NamedTuple):
@@ -605,8 +605,15 @@ class Block(nn.Module):
 
     def forward(self, x, state=None):
         y, state = self.mixer(self.norm1(x), state)
+        return self.after(x, y), state
+
+    def after(self, x, y):
+        """What follows the mixer, whose answer to norm(x) is y."""
         x = x + self.dropout(y)
-        return x + self.dropout(self.mlp(self.norm2(x))), state
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+omega.COMPILED += [(Block, "after")]
 
 
 def cross_entropy(logits, targets):
@@ -666,14 +673,15 @@ class LM(nn.Module):
         return cross_entropy(self(tokens)[0], targets)
 
     def compile_memory(self, **options):
-        """Regional torch.compile: the chunk steps of the memory, what it does with all tokens at once, and the loss (omega.COMPILED), for the
-        whole process, and each SwiGLU; of a transformer, each block.
+        """Regional torch.compile: the chunk steps of the memory, what a block does with all tokens at once, and the loss (omega.COMPILED), for the
+        whole process; of a transformer, each block as a whole.
 
         Eager is the CPU's default.
         """
         omega.compile_chunks(**options)
         for block in self.blocks:
-            (block if isinstance(block.mixer, Attention) else block.mlp).compile(**options)
+            if isinstance(block.mixer, Attention):
+                block.compile(**options)
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())

@@ -308,7 +308,7 @@ def recur(factors, rows):
     if rows.device.type == "cpu" and not torch.compiler.is_compiling():
         return Recurrence.apply(factors, rows)
     y = decay(log(factors))[1] @ rows
-    return y, y[..., -1, :]
+    return y, y[..., -1, :].clone()                           # a view would be taken, and its gradient added, outside of a compiled `mixing`
 
 
 def mixing(rule, gates, pos):

@@ -870,7 +870,9 @@ def test_extreme_gates():
 @pytest.mark.parametrize("product", [False, True], ids=["row by row", "one product"])
 @pytest.mark.parametrize("c, k", [(1, 3), (2, 1), (7, 4)])
 def test_recurrence(c, k, product, monkeypatch):
-    """A CPU computes it row by row, a GPU or compiled code as one product: both are the loop as autograd sees it."""
+    """A CPU computes it row by row, a GPU or compiled code as one product: both are the loop as autograd sees it. The last row is a tensor of its
+    own: of a view, the gradient of all rows is added up outside of compiled code.
+    """
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: product)
     factors, rows, out = rand(2, 3, c).requires_grad_(), randn(2, 3, c, k).requires_grad_(), (randn(2, 3, c, k), randn(2, 3, k))
     ys = [rows[..., 0, :] + 0 * factors[..., 0, None]]
@@ -882,6 +884,7 @@ def test_recurrence(c, k, product, monkeypatch):
                  for z in (y, want)]
         for a, b in [*zip(y, want), *zip(*grads)]:
             close(a, b)
+    assert c == 1 or y[1].untyped_storage().data_ptr() != y[0].untyped_storage().data_ptr()
 
 
 # ---- omega.py: special cases, each against a formula that shares no code with it
@@ -1821,7 +1824,7 @@ def plain_again(monkeypatch):
         monkeypatch.setattr(module, name, getattr(module, name))
 
 
-@pytest.mark.parametrize("preset, graphs", [("omeganet", 13), ("atlas", 9)], ids=["omeganet", "atlas"])
+@pytest.mark.parametrize("preset, graphs", [("omeganet", 16), ("atlas", 9)], ids=["omeganet", "atlas"])
 def test_chunk_steps_compile_whole(preset, graphs, monkeypatch):
     """One graph for a chunk's step, forward and backward, and the same numbers: a graph break costs a GPU more than it saves, and so do graphs
     for the same step twice, as of a list and of a tuple. Only the first chunk is a step of its own.
@@ -1842,6 +1845,8 @@ def test_chunk_steps_compile_whole(preset, graphs, monkeypatch):
     for a, b in zip(compiled, plain, strict=True):
         close(a, b)
     assert min(limits) >= 1000 and len(made) == graphs
+    linears = [sum("linear" in str(node.target) for node in graph.graph.nodes) for graph, _ in made]
+    assert sorted(n for n in linears if n) == ([2, 3] if preset == "omeganet" else [])           # output gate and projection; a SwiGLU
 
 
 @pytest.mark.parametrize("preset, step", [("titans", "learn_chunk"), ("atlas", "muon_learn")])
@@ -2146,13 +2151,14 @@ def test_tie_is_one_matrix():
     close(seen[0], 4 * tied.embed.weight[x], 1e-6)            # sqrt(n_embd): the blocks see tokens of the size that they have without --tie
 
 
-def test_compile_memory_compiles_chunk_steps_and_swiglus(monkeypatch):
+@pytest.mark.parametrize("preset, blocks", [("atlas", []), ("transformer", ["Block", "Block"])])
+def test_compile_memory_compiles_chunk_steps(preset, blocks, monkeypatch):
     """A --compile that leaves the chunk steps eager is slow, and nothing else would tell."""
-    model, seen = small("atlas"), []
+    model, seen = small(preset), []
     monkeypatch.setattr(omega_module, "compile_chunks", lambda **how: seen.append(("chunks", how)))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: seen.append((type(self).__name__, how)))
     model.compile_memory(mode="x")
-    assert seen == [(name, dict(mode="x")) for name in ("chunks", "SwiGLU", "SwiGLU")]
+    assert seen == [(name, dict(mode="x")) for name in ("chunks", *blocks)]
 
 
 @pytest.mark.parametrize("preset", ["titans", "atlas", "transformer"])
@@ -5001,8 +5007,15 @@ MUTANTS = [
     ("gradient of a chunk: not through the last bound", "chunks.py", "        d[:, 0].mul_(ball[-N:])", "        pass",
      "test_ball_is_the_reference[omeganet]"),
     ("gelu again: half of Phi", "memory.py", ".erf_().add_(1).mul_(0.5)", ".erf_().add_(1).mul_(0.25)", "test_omega_is_omega_ref[titans]"),
-    ("of a transformer only the SwiGLUs are compiled", "models.py", "(block if isinstance(block.mixer, Attention) else block.mlp).compile",
-     "block.mlp.compile", "test_blocks_of_a_transformer_compile_whole"),
+    ("a transformer's attention is not compiled", "models.py", "                block.compile(**options)", "                pass",
+     "test_blocks_of_a_transformer_compile_whole"),
+    ("blocks with a memory are compiled whole", "models.py", "            if isinstance(block.mixer, Attention):\n                block.compile",
+     "            if True:\n                block.compile", "test_compile_memory_compiles_chunk_steps[atlas-blocks0]"),
+    ("what follows a mixer is not compiled", "models.py", '[(Block, "after")]', "[]", "test_chunk_steps_compile_whole[omeganet]"),
+    ("norms outside of what is compiled are not compiled", "models.py", ', (Norm, "forward")]', "]", "test_chunk_steps_compile_whole[omeganet]"),
+    ("what follows a memory is not compiled", "models.py", ', (Memory, "finish")', "", "test_chunk_steps_compile_whole[omeganet]"),
+    ("the last row of P is a view of it", "omega.py", "@ rows\n    return y, y[..., -1, :].clone()", "@ rows\n    return y, y[..., -1, :]",
+     "test_recurrence"),
     ("a state that nobody uses has a gradient", "chunks.py", "[torch.zeros_like(d, dtype", "[torch.ones_like(d, dtype", "test_chunks_read_together"),
     ("mps by itself", "train.py", 'name = "cuda" if there["cuda"] else "cpu"', 'name = next(kind for kind in there if there[kind])',
      "test_mps_has_to_be_asked_for"),
@@ -5176,7 +5189,7 @@ MUTANTS = [
      "with nullcontext():\n            rule =", "test_retrieve_keeps_float32_inside_of_autocast"),
     ("--tie ties nothing", "models.py", "            self.head.weight = self.embed.weight\n", "            pass\n", "test_tie_is_one_matrix"),
     ("compile_memory leaves the chunk steps", "models.py", "        omega.compile_chunks(**options)\n",
-     "", "test_compile_memory_compiles_chunk_steps_and_swiglus"),
+     "", "test_compile_memory_compiles_chunk_steps"),
     ("the loss is not compiled", "models.py", '[(sys.modules[__name__], "cross_entropy")]', "[]", "test_blocks_of_a_transformer_compile_whole"),
     ("NS of the definition in another type", "muon.py", "    X = X.to(S.dtype)\n    return start", "    return start", "test_ns_half_precision"),
     ("W counted twice at a chunk boundary", "models.py", "        state = state._replace(anchor=())                     # the same",
