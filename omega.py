@@ -311,14 +311,53 @@ def recur(factors, rows):
     return y, y[..., -1, :].clone()                           # a view would be taken, and its gradient added, outside of a compiled `mixing`
 
 
+class Banded(torch.autograd.Function):
+    """recur(factors, band(rows)) number by number, from logs, the sums of log factors_{1..t} (..., c), and rows (..., c, w):
+
+        y[t, i] = sum over j of E_j[t, i] rows[i - j, j],   E_j[t, i] = prod factors_{i-j+1..t} where t >= i - j, else 0
+
+    A compiler makes one kernel of it, and two of its gradient; of the product, and of autograd of these lines, many passes over c x c numbers.
+    """
+
+    @staticmethod
+    def terms(logs, rows):
+        (c, w), like = rows.shape[-2:], dict(device=rows.device)
+        t, i = torch.arange(c, **like)[:, None], torch.arange(c + w - 1, **like)
+        for j, row in enumerate(rows.unbind(-1)):
+            by_pair = lambda a: F.pad(a, (j, w - 1 - j))[..., None, :]           # of token i - j, or 0 if there is none
+            yield by_pair(row), (logs[..., None] - by_pair(logs)).masked_fill(t < i - j, -torch.inf).exp()
+
+    @staticmethod
+    def forward(ctx, logs, rows):
+        ctx.save_for_backward(logs, rows)
+        return sum(row * E for row, E in Banded.terms(logs, rows))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (logs, rows), c = ctx.saved_tensors, dy.shape[-2]
+        drows = torch.stack([(dy * E).sum(-2)[..., j: j + c] for j, (_, E) in enumerate(Banded.terms(logs, rows))], -1)
+        y = sum(row * E for row, E in Banded.terms(logs, rows))
+        return (dy * y).sum(-1) - (rows * drows).sum(-1), drows
+
+
+def recur_band(factors, rows):
+    """recur(factors, band(rows)), for rows (..., c, w)."""
+    if torch.compiler.is_compiling() and rows.shape[-1] <= 17:                   # longer windows would be long code
+        y = Banded.apply(log(factors).cumsum(-1), rows)
+        return y, y[..., -1, :].clone()
+    return recur(factors, band(rows))
+
+
 def mixing(rule, gates, pos):
     """What depends on the gates alone, for chunks whose gates are (..., c) and (..., c, window): a dict of fields of chunks.Part.
 
     With Newton-Schulz their first token is the pos-th of its block.
     """
-    with chunks.exact(rule, gates.keep.device):               # also where `recur` is a product
-        mix = muon_mixing(gates, rule.muon_every, pos) if rule.muon_every else plain_mixing(gates)
-    return mix if rule.muon_every else mix | dict(P=memory.cast(mix["P"], rule.dtype))
+    if rule.muon_every:
+        return muon_mixing(gates, rule.muon_every, pos)
+    mix = plain_mixing(gates)
+    return mix | dict(P=memory.cast(mix["P"], rule.dtype))
 
 
 def plain_mixing(gates):
@@ -331,9 +370,9 @@ def plain_mixing(gates):
     """
     keepprod, minus_step = cumprod(gates.keep), -gates.step[..., None]
     if gates.momentum is None:                                # S_t is g_t: G is Gate, and there is no S_0
-        P, P_last = recur(gates.keep, band(minus_step * gates.gate))
+        P, P_last = recur_band(gates.keep, minus_step * gates.gate)
         return dict(coef=keepprod[..., None], P=P, last=P_last[..., None, None], ends=keepprod[..., -1:, :, None])
-    momprod, (G, G_last) = cumprod(gates.momentum), recur(gates.momentum, band(gates.gate))
+    momprod, (G, G_last) = cumprod(gates.momentum), recur_band(gates.momentum, gates.gate)
     (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
     coef, last = torch.stack([keepprod, u], -2), torch.stack([P_last, G_last], -1)[..., None]
     ends = torch.cat([a[..., -1:, :] for a in (keepprod, momprod)], -2)[..., None]
@@ -444,7 +483,8 @@ def chunked(rule, phi, q, k, v, gates, state):
         cq, ck, cv = tokens(low(q)), pairs(ks), pairs(targets)
         cxq, cxk = (features(rule, phi, cq), features(rule, phi, ck)) if xw is None else (tokens(xq), pairs(xk))
         qk = low(phi.inner(cq, ck)) if phi.kind in ("monomial", "exp") and not rule.muon_every else None
-        mix = mixing(rule, Gates(*(g if g is None else tokens(g) for g in gates)), state.pos % max(1, rule.muon_every))
+        with chunks.exact(rule, q.device):                    # around what is compiled: the gradient's products are as it finds them there
+            mix = mixing(rule, Gates(*(g if g is None else tokens(g) for g in gates)), state.pos % max(1, rule.muon_every))
         parts = chunks.Part(cxq, cxk, cv, None if xw is None else pairs(xw), qk, **mix)
         z, state = (chunks.muon_run if rule.muon_every else chunks.plain_run)(rule, state, parts, len(q))
         z = z.unflatten(1, (len(q), -1)).movedim(0, 2).flatten(2, 3)                              # (B, H, T, D)

@@ -887,6 +887,22 @@ def test_recurrence(c, k, product, monkeypatch):
     assert c == 1 or y[1].untyped_storage().data_ptr() != y[0].untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("c, w", [(1, 3), (2, 1), (7, 4), (3, 9)])
+def test_bands(c, w, monkeypatch):
+    """Number by number, as compiled, they are the recurrence; also where a factor is 0, the log of which must not be -inf."""
+    factors, rows, out = rand(2, 3, c).requires_grad_(), randn(2, 3, c, w).requires_grad_(), (randn(2, 3, c, c + w - 1), randn(2, 3, c + w - 1))
+    zero = factors.detach().index_fill(-1, torch.tensor([c // 2]), 0)
+    gradient = lambda y: torch.autograd.grad(y, (factors, rows), out, materialize_grads=True)
+    y = omega_module.recur_band(factors, rows)
+    want = (*y, *gradient(y), *omega_module.recur_band(zero, rows))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(omega_module, "recur", None)
+    y = omega_module.recur_band(factors, rows)
+    for a, b in zip((*y, *gradient(y), *omega_module.recur_band(zero, rows)), want, strict=True):
+        close(a, b)
+    assert y[1].untyped_storage().data_ptr() != y[0].untyped_storage().data_ptr()        # as in test_recurrence
+
+
 # ---- omega.py: special cases, each against a formula that shares no code with it
 
 def stream(T, window=1, kind="linear", features="none", hidden=3, B=2, H=2, D=4, **fixed):
@@ -1847,6 +1863,42 @@ def test_chunk_steps_compile_whole(preset, graphs, monkeypatch):
     assert min(limits) >= 1000 and len(made) == graphs
     linears = [sum("linear" in str(node.target) for node in graph.graph.nodes) for graph, _ in made]
     assert sorted(n for n in linears if n) == ([2, 3] if preset == "omeganet" else [])           # output gate and projection; a SwiGLU
+
+
+def banded(factors, rows):
+    y = omega_module.Banded.apply(omega_module.log(factors).cumsum(-1), rows)
+    return y, y[..., -1, :].clone()
+
+
+def test_compiled_gates_have_no_gradient_in_half_precision(monkeypatch):
+    """torch.compile takes gradients within the autocast that it finds outside of what it compiles: without one inside is not enough."""
+    plain_again(monkeypatch)
+    monkeypatch.setattr(omega_module, "COMPILED", [(omega_module, "mixing")])
+    monkeypatch.setattr(omega_module, "recur_band", banded)   # here and below what is compiled, to the bit
+    monkeypatch.setattr(omega_module, "recur", lambda factors, rows: (y := omega_module.decay(omega_module.log(factors))[1] @ rows, y[..., -1, :].clone()))
+    model, x = small("titans", n_layer=1, memory_dtype="bfloat16"), torch.randint(11, (2, 12))
+    eager = forth_and_back(model, x)
+    omega_module.compile_chunks(backend="aot_eager")
+    for a, b in zip(forth_and_back(model, x), eager, strict=True):
+        close(a, b, 1e-7)
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_compiled_bands_take_no_product(momentum, monkeypatch):
+    """By bytes a GPU has 3 % less to do; and of the same gates in windows that are long, the code would be."""
+    plain_again(monkeypatch)
+    products, backend = [], torch._dynamo.lookup_backend("aot_eager")
+
+    def count(graph, inputs):
+        products.append(sum("matmul" in str(node.target) for part in graph.modules() if hasattr(part, "graph") for node in part.graph.nodes))
+        return backend(graph, inputs)
+
+    for window in (3, 18):
+        model = small("omeganet", n_layer=1, momentum=momentum, window=window)
+        monkeypatch.setattr(omega_module, "COMPILED", [(omega_module, "mixing")])
+        omega_module.compile_chunks(backend=count)
+        model(torch.randint(11, (1, 4)))
+    assert products == ([2, 3] if momentum else [0, 1])       # P, u and G; P alone
 
 
 @pytest.mark.parametrize("preset, step", [("titans", "learn_chunk"), ("atlas", "muon_learn")])
@@ -4931,7 +4983,7 @@ MUTANTS = [
      "test_what_goes_from_chunk_to_chunk_is_not_in_half_precision"),
     ("W in half precision from block to block", "chunks.py", "    with exact(rule, part.G.device):\n        held", "    with nullcontext():\n        held",
      "test_what_goes_from_chunk_to_chunk_is_not_in_half_precision"),
-    ("gates in half precision where they are products", "omega.py", "with chunks.exact(rule, gates.keep.device):", "if True:",
+    ("gates in half precision where they are products", "omega.py", "with chunks.exact(rule, q.device):", "if True:",
      "test_gates_are_not_in_half_precision"),
     ("half precision of anything", "omega.py", "if rule.dtype and not rule.dtype.itemsize", "if False and not rule.dtype.itemsize",
      "test_half_precision_is_half_of_float32"),
@@ -5014,6 +5066,13 @@ MUTANTS = [
     ("what follows a mixer is not compiled", "models.py", '[(Block, "after")]', "[]", "test_chunk_steps_compile_whole[omeganet]"),
     ("norms outside of what is compiled are not compiled", "models.py", ', (Norm, "forward")]', "]", "test_chunk_steps_compile_whole[omeganet]"),
     ("what follows a memory is not compiled", "models.py", ', (Memory, "finish")', "", "test_chunk_steps_compile_whole[omeganet]"),
+    ("bands begin a token late", "omega.py", "masked_fill(t < i - j", "masked_fill(t <= i - j", "test_bands"),
+    ("gradient of bands: that of another token", "omega.py", ".sum(-2)[..., j: j + c]", ".sum(-2)[..., :c]", "test_bands[7-4]"),
+    ("gradient of bands: of a factor as if it were in all", "omega.py", "(dy * y).sum(-1) - (rows * drows).sum(-1), drows", "(dy * y).sum(-1), drows", "test_bands[7-4]"),
+    ("compiled, bands are products", "omega.py", "and rows.shape[-1] <= 17:", "and False:", "test_compiled_bands_take_no_product"),
+    ("compiled, long windows are long code", "omega.py", "and rows.shape[-1] <= 17:", "and True:", "test_compiled_bands_take_no_product"),
+    ("the last row of a band is a view of it", "omega.py", "cumsum(-1), rows)\n        return y, y[..., -1, :].clone()", "cumsum(-1), rows)\n        return y, y[..., -1, :]",
+     "test_bands"),
     ("the last row of P is a view of it", "omega.py", "@ rows\n    return y, y[..., -1, :].clone()", "@ rows\n    return y, y[..., -1, :]",
      "test_recurrence"),
     ("a state that nobody uses has a gradient", "chunks.py", "[torch.zeros_like(d, dtype", "[torch.ones_like(d, dtype", "test_chunks_read_together"),
