@@ -328,22 +328,28 @@ class Banded(torch.autograd.Function):
             yield by_pair(row), (logs[..., None] - by_pair(logs)).masked_fill(t < i - j, -torch.inf).exp()
 
     @staticmethod
+    def y(logs, rows):
+        return sum(row * E for row, E in Banded.terms(logs, rows))
+
+    @staticmethod
     def forward(ctx, logs, rows):
         ctx.save_for_backward(logs, rows)
-        return sum(row * E for row, E in Banded.terms(logs, rows))
+        return Banded.y(logs, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (logs, rows), c = ctx.saved_tensors, dy.shape[-2]
         drows = torch.stack([(dy * E).sum(-2)[..., j: j + c] for j, (_, E) in enumerate(Banded.terms(logs, rows))], -1)
-        y = sum(row * E for row, E in Banded.terms(logs, rows))
-        return (dy * y).sum(-1) - (rows * drows).sum(-1), drows
+        return (dy * Banded.y(logs, rows)).sum(-1) - (rows * drows).sum(-1), drows
+
+
+UNROLLED = dict(cuda=17)                                      # the longest rows that are code of their own; a CPU prefers the product (by 7 % of a step)
 
 
 def recur_band(factors, rows):
     """recur(factors, band(rows)), for rows (..., c, w)."""
-    if torch.compiler.is_compiling() and rows.shape[-1] <= 17:                   # longer windows would be long code
+    if torch.compiler.is_compiling() and rows.shape[-1] <= UNROLLED.get(rows.device.type, 0):
         y = Banded.apply(log(factors).cumsum(-1), rows)
         return y, y[..., -1, :].clone()
     return recur(factors, band(rows))

@@ -1,0 +1,173 @@
+"""What a block of the 340m shape moves and computes on an H200, forward and backward, counted without one.
+
+    python results/gpu_bytes.py omeganet --chunk 256 [--half] [--muon-every 256]        from the project's root; a minute each
+
+Everything that models.LM.compile_memory compiles is lowered by inductor as for an H200: its kernels, and what each reads and writes. What is left
+eager is counted call by call. Bytes over 4.8 TB/s, products over 300 TFLOP/s if that takes longer, are a bound on time, for 8 x 4096 tokens, where
+no kernel has to wait. (It runs on a CPU, with a quarter of these tokens; so the first chunk, which finds no W yet, counts four times: of chunks of
+256 that is 4 % too little. SDPA is not counted.) Needs a build of torch for CUDA and its Triton, but no GPU; written for torch 2.15, whose insides
+it uses.
+"""
+import argparse
+import copy
+import os
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+sys.path.insert(0, os.getcwd())
+
+import torch
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
+from torch._inductor.compile_fx import view_to_reshape
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.virtualized import V
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import chunks
+import models
+import muon
+import omega
+
+BANDWIDTH, PRODUCTS = 4.8e12, 3e14                            # bytes and FLOPs a second
+GPU = torch.device("cuda:0")
+H200 = dict(multi_processor_count=132, major=9, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+            warp_size=32)
+PRODUCT = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}       # where the factors are among the arguments
+
+
+@contextmanager
+def pretended_gpu():
+    props = SimpleNamespace(name="NVIDIA H200", minor=0, total_memory=140 * 2**30, gcnArchName="", L2_cache_size=50 * 2**20, **H200)
+    says = dict(is_available=True, device_count=1, current_device=0, get_device_properties=props, get_device_capability=(9, 0), _lazy_init=None,
+                is_initialized=True, get_device_name=props.name)
+    with mock.patch.multiple(torch.cuda, **{name: (lambda *_, value=value: value) for name, value in says.items()}):
+        yield
+
+
+def flops(name, args):
+    at = PRODUCT.get(name)
+    return 0 if at is None else 2 * args[at].numel() * args[at + 1].shape[-1]
+
+
+def lowered(graph, inputs):
+    """Bytes of products, bytes of all else and FLOPs of a graph of aten's, as inductor makes kernels of it."""
+    graph, fake = copy.deepcopy(graph), detect_fake_mode(inputs)
+    on_gpu = lambda a: GPU if isinstance(a, torch.device) else a
+    for node in graph.graph.nodes:
+        node.meta, node.kwargs = {}, {key: on_gpu(a) for key, a in node.kwargs.items()}
+    with fake:
+        inputs = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=GPU) for a in inputs]
+    propagate = lambda: FakeTensorProp(graph, fake).propagate_dont_convert_inputs(*inputs)
+    with V.set_fake_mode(fake):
+        propagate()
+        view_to_reshape(graph)
+        post_grad_passes(graph, False)
+        propagate()
+        value = lambda a: a.meta["val"] if isinstance(a, torch.fx.Node) else a
+        work = sum(flops(node.target.name().split("::")[1].split(".")[0], [value(a) for a in node.args])
+                   for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
+        kernels = GraphLowering(graph, example_inputs=inputs)
+        with V.set_graph_handler(kernels), V.set_debug_handler(DebugContext()):
+            kernels.run(*inputs)
+            kernels.init_wrapper_code()
+            kernels._update_scheduler()
+            sizes = Counter()
+            for node in kernels.scheduler.nodes:
+                sizes[node.is_extern()] += node.get_read_write_buffers_sizes()
+    return sizes[True], sizes[False], work
+
+
+class Calls(TorchDispatchMode):
+    """The same of what is not compiled; and how often each graph is called."""
+    ignore_compile_internals = classmethod(lambda cls: True)
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.eager, self.graphs = False, Counter(), []
+
+    def backend(self, graph, inputs):
+        def compiler(part, inputs):
+            with pretended_gpu():
+                entry = [0, lowered(part, inputs)]
+            self.graphs.append(entry)
+
+            def call(*args):
+                entry[0] += 1
+                self.inside = True
+                try:
+                    return part(*args)
+                finally:
+                    self.inside = False
+            return make_boxed_func(call)
+        return aot_module_simplified(graph, inputs, fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table(),
+                                     partition_fn=min_cut_rematerialization_partition)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, name = func(*args, **(kwargs or {})), func._schema.name.split("::")[1]
+        if self.inside or name.startswith(("empty", "new_empty")):               # counted, or nothing to do
+            return out
+        tensors = lambda tree: [a for a in torch.utils._pytree.tree_leaves(tree) if isinstance(a, torch.Tensor)]
+        given = {a.untyped_storage()._cdata for a in tensors(args)}
+        changes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
+        if not changes and all(a.untyped_storage()._cdata in given for a in tensors(out)):       # a view
+            return out
+        distinct = lambda a: a.element_size() * torch.Size([n for n, stride in zip(a.shape, a.stride()) if stride]).numel()
+        read = args[1:] if name in ("copy_", "zero_", "fill_") else args         # what is in kwargs is written: out=
+        self.eager[name in PRODUCT] += sum(map(distinct, tensors((read, out))))
+        self.eager["flops"] += flops(name, args)
+        return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("model", choices=models.PRESETS)
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--muon-every", type=int, default=256)
+    parser.add_argument("--half", action="store_true", help="--memory-dtype bfloat16 --ns-dtype bfloat16")
+    args = parser.parse_args()
+    B, T, share = 8, 1024, 4                                  # a quarter of 8 x 4096 tokens
+    for bound in (chunks.AT_ONCE, omega.PIECE, omega.UNROLLED):
+        bound["cpu"] = bound["cuda"]
+    muon.exact_products = chunks.exact_products = lambda device: False           # TF32
+    torch._refs._strength_reduce_integer = lambda n: torch.int32                 # a CPU has no arange of 16 bits
+    DeviceProperties.create = classmethod(lambda cls, device: cls(type="cuda", index=0, cc=90, **H200))
+    driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_device_interface=lambda: torch.cuda))
+    half = dict(memory_dtype="bfloat16", ns_dtype="bfloat16") if args.half else {}
+    shape = models.SIZES["340m"] | models.PRESETS[args.model] | dict(n_layer=1, chunk=args.chunk, muon_every=args.muon_every) | half
+    model = models.build(args.model, **shape)
+    block, x, calls = model.blocks[0], torch.randn(B, T, 1024, requires_grad=True), Calls()
+    model.compile_memory(backend=calls.backend, fullgraph=True)
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            y, _ = block(x)
+        y.backward(y.detach())
+        block.zero_grad(), setattr(x, "grad", None)
+
+    step()                                                    # compiles
+    for entry in calls.graphs:
+        entry[0] = 0
+    with calls:
+        step()
+    runs = [(n, *sizes) for n, sizes in calls.graphs] + [(1, calls.eager[True], calls.eager[False], calls.eager["flops"])]
+    moved, work = (share * sum(n * sum(sizes[i] for i in which) for n, *sizes in runs) for which in ((0, 1), (2,)))
+    seconds = share * sum(n * (max(products / BANDWIDTH, flops / PRODUCTS) + rest / BANDWIDTH) for n, products, rest, flops in runs)
+    print(f"{' '.join(sys.argv[1:])}: {moved / 1e9:.1f} GB, of which eager {share * (calls.eager[True] + calls.eager[False]) / 1e9:.1f}; "
+          f"{work / 1e12:.2f} TFLOP; {1000 * seconds:.1f} ms a block")
+
+
+if __name__ == "__main__":
+    main()
