@@ -778,6 +778,7 @@ WRITTEN_OUT = {                                               # every autograd.F
     "Pairs": lambda x: Pairs.apply(x, torch.ones(3).double(), torch.zeros(15, dtype=torch.long), torch.ones(15).double()),
     "NewtonSchulz": newton_schulz,
     "Recurrence": lambda x: omega_module.Recurrence.apply(x[..., 0].sigmoid(), x)[0],
+    "Banded": lambda x: omega_module.Banded.apply(-x[..., 0].square(), x),
     "Chunks": lambda x: omega(Rule("linear", "l2", 1, 2), Features("none", 3), x, x, x, Gates(*[x[..., 0].sigmoid()] * 3, x[..., :1]),
                               start(Rule("linear"), Features("none", 3), [x[0, :, :3]], 1))[0],
 }

@@ -1,6 +1,6 @@
 """What a block of the 340m shape moves and computes on an H200, forward and backward, counted without one.
 
-    python results/gpu_bytes.py omeganet --chunk 256 [--half] [--muon-every 256]        from the project's root; a minute each
+    python results/gpu_bytes.py atlas --chunk 256 --muon-every 256 [--memory-dtype bfloat16] [--ns-dtype bfloat16]         a minute each
 
 Everything that models.LM.compile_memory compiles is lowered by inductor as for an H200: its kernels, and what each reads and writes. What is left
 eager is counted call by call. Bytes over 4.8 TB/s, products over 300 TFLOP/s if that takes longer, are a bound on time, for 8 x 4096 tokens, where
@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-sys.path.insert(0, os.getcwd())
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
@@ -136,8 +136,9 @@ def main():
     parser.add_argument("model", choices=models.PRESETS)
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--muon-every", type=int, default=256)
-    parser.add_argument("--half", action="store_true", help="--memory-dtype bfloat16 --ns-dtype bfloat16")
-    args = parser.parse_args()
+    parser.add_argument("--memory-dtype", default="float32")
+    parser.add_argument("--ns-dtype", default="float32")
+    args = vars(parser.parse_args())
     B, T, share = 8, 1024, 4                                  # a quarter of 8 x 4096 tokens
     for bound in (chunks.AT_ONCE, omega.PIECE, omega.UNROLLED):
         bound["cpu"] = bound["cuda"]
@@ -145,9 +146,8 @@ def main():
     torch._refs._strength_reduce_integer = lambda n: torch.int32                 # a CPU has no arange of 16 bits
     DeviceProperties.create = classmethod(lambda cls, device: cls(type="cuda", index=0, cc=90, **H200))
     driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_device_interface=lambda: torch.cuda))
-    half = dict(memory_dtype="bfloat16", ns_dtype="bfloat16") if args.half else {}
-    shape = models.SIZES["340m"] | models.PRESETS[args.model] | dict(n_layer=1, chunk=args.chunk, muon_every=args.muon_every) | half
-    model = models.build(args.model, **shape)
+    preset = args.pop("model")
+    model = models.build(preset, **models.SIZES["340m"] | models.PRESETS[preset] | dict(n_layer=1) | args)
     block, x, calls = model.blocks[0], torch.randn(B, T, 1024, requires_grad=True), Calls()
     model.compile_memory(backend=calls.backend, fullgraph=True)
 
