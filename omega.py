@@ -344,11 +344,11 @@ class Banded(torch.autograd.Function):
         return (dy * Banded.y(logs, rows)).sum(-1) - (rows * drows).sum(-1), drows
 
 
-UNROLLED = dict(cuda=17)                                      # the longest rows that are code of their own; a CPU prefers the product (by 7 % of a step)
+UNROLLED = dict(cuda=17)                                      # the longest rows (w) to unroll; a CPU prefers the product, by 7 % of a compiled step
 
 
 def recur_band(factors, rows):
-    """recur(factors, band(rows)), for rows (..., c, w)."""
+    """recur(factors, band(rows)), for rows (..., c, w): y (..., c, c + w - 1) and its last row."""
     if torch.compiler.is_compiling() and rows.shape[-1] <= UNROLLED.get(rows.device.type, 0):
         y = Banded.apply(log(factors).cumsum(-1), rows)
         return y, y[..., -1, :].clone()
@@ -489,7 +489,7 @@ def chunked(rule, phi, q, k, v, gates, state):
         cq, ck, cv = tokens(low(q)), pairs(ks), pairs(targets)
         cxq, cxk = (features(rule, phi, cq), features(rule, phi, ck)) if xw is None else (tokens(xq), pairs(xk))
         qk = low(phi.inner(cq, ck)) if phi.kind in ("monomial", "exp") and not rule.muon_every else None
-        with chunks.exact(rule, q.device):                    # around what is compiled: the gradient's products are as it finds them there
+        with chunks.exact(rule, q.device):                    # not in `mixing`: compiled, its gradient takes products in the autocast outside of it
             mix = mixing(rule, Gates(*(g if g is None else tokens(g) for g in gates)), state.pos % max(1, rule.muon_every))
         parts = chunks.Part(cxq, cxk, cv, None if xw is None else pairs(xw), qk, **mix)
         z, state = (chunks.muon_run if rule.muon_every else chunks.plain_run)(rule, state, parts, len(q))
