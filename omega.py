@@ -316,7 +316,8 @@ class Banded(torch.autograd.Function):
 
         y[t, i] = sum over j of E_j[t, i] rows[i - j, j],   E_j[t, i] = prod factors_{i-j+1..t} where t >= i - j, else 0
 
-    A compiler makes one kernel of it, and two of its gradient; of the product, and of autograd of these lines, many passes over c x c numbers.
+    y (..., c, c + w - 1); t is a token, i a pair, which token i - j has as the j-th of its window. A compiler makes one kernel of it, and two of
+    its gradient; of the product, and of autograd of these lines, many passes over c x c numbers.
     """
 
     @staticmethod
@@ -528,7 +529,7 @@ class Overlapping(torch.autograd.Function):
         return da.flatten(2, 3)[:, :, : (count - 1) * ctx.length + n], None, None
 
 
-# models.py adds what a layer does with all tokens at once, and the loss
+# models.py adds what a block does with all tokens at once, and the loss
 COMPILED = [(sys.modules[__name__], "mixing")] + [(chunks, name) for name in (
     "learn_chunk", "learn_chunk_backward", "write_rest_backward", "read_chunks", "read_chunks_backward",
     "muon_learn", "muon_learn_backward", "muon_read", "muon_stretch_backward")]

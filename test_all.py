@@ -620,10 +620,16 @@ def test_what_goes_from_chunk_to_chunk_is_not_in_half_precision(muon_every, chun
         close(g, torch.full_like(g, 2 * 0.999**200), 1e-4)
 
 
+def recur_by_product(factors, rows):
+    """What a GPU and compiled code take for steps."""
+    y = omega_module.decay(omega_module.log(factors))[1] @ rows
+    return y, y[..., -1, :].clone()
+
+
 @pytest.mark.parametrize("muon_every, chunk", [(0, 2), (1, 2), (2, 4)])
 def test_gates_are_not_in_half_precision(muon_every, chunk, monkeypatch):
     """Rule.dtype: the products that a GPU takes of them, instead of steps, are not in bfloat16, where S would decay by 1 or by too much."""
-    monkeypatch.setattr(omega_module, "recur", lambda factors, rows: ((y := omega_module.decay(omega_module.log(factors))[1] @ rows), y[..., -1, :]))
+    monkeypatch.setattr(omega_module, "recur", recur_by_product)
     phi, x = problem("mlp", "l2", 3, 200)
     x |= dict(gate=torch.zeros_like(x["gate"]), momentum=torch.full_like(x["momentum"], 0.999))
     x = {name: a.detach().float() for name, a in x.items()}
@@ -1871,7 +1877,7 @@ def test_compiled_gates_have_no_gradient_in_half_precision(monkeypatch):
     """torch.compile takes gradients within the autocast that it finds outside of what it compiles: without one inside is not enough."""
     plain_again(monkeypatch)
     monkeypatch.setattr(omega_module, "COMPILED", [(omega_module, "mixing")])
-    monkeypatch.setattr(omega_module, "recur", lambda factors, rows: (y := omega_module.decay(omega_module.log(factors))[1] @ rows, y[..., -1, :].clone()))
+    monkeypatch.setattr(omega_module, "recur", recur_by_product)
     model, x = small("titans", n_layer=1, memory_dtype="bfloat16"), torch.randint(11, (2, 12))
     eager = forth_and_back(model, x)
     omega_module.compile_chunks(backend="aot_eager")
@@ -5068,11 +5074,12 @@ MUTANTS = [
     ("what follows a memory is not compiled", "models.py", ', (Memory, "finish")', "", "test_chunk_steps_compile_whole[omeganet]"),
     ("bands begin a token late", "omega.py", "masked_fill(t < i - j", "masked_fill(t <= i - j", "test_bands"),
     ("gradient of bands: that of another token", "omega.py", ".sum(-2)[..., j: j + c]", ".sum(-2)[..., :c]", "test_bands[7-4]"),
-    ("gradient of bands: of a factor as if it were in all", "omega.py", "(logs, rows)).sum(-1) - (rows * drows).sum(-1), drows", "(logs, rows)).sum(-1), drows", "test_bands[7-4]"),
+    ("gradient of bands: of a factor as if it were in all", "omega.py", "(logs, rows)).sum(-1) - (rows * drows).sum(-1), drows",
+     "(logs, rows)).sum(-1), drows", "test_bands[7-4]"),
     ("compiled, bands are products", "omega.py", "and rows.shape[-1] <= UNROLLED", "and False and UNROLLED", "test_compiled_bands_take_no_product"),
     ("compiled, long windows are long code", "omega.py", "rows.shape[-1] <= UNROLLED.get", "0 < UNROLLED.get", "test_compiled_bands_take_no_product"),
-    ("the last row of a band is a view of it", "omega.py", "cumsum(-1), rows)\n        return y, y[..., -1, :].clone()", "cumsum(-1), rows)\n        return y, y[..., -1, :]",
-     "test_bands"),
+    ("the last row of a band is a view of it", "omega.py", "cumsum(-1), rows)\n        return y, y[..., -1, :].clone()",
+     "cumsum(-1), rows)\n        return y, y[..., -1, :]", "test_bands"),
     ("the last row of P is a view of it", "omega.py", "@ rows\n    return y, y[..., -1, :].clone()", "@ rows\n    return y, y[..., -1, :]",
      "test_recurrence"),
     ("a state that nobody uses has a gradient", "chunks.py", "[torch.zeros_like(d, dtype", "[torch.ones_like(d, dtype", "test_chunks_read_together"),

@@ -50,6 +50,7 @@ PRODUCT = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}       # where the factor
 
 @contextmanager
 def pretended_gpu():
+    """Within, torch.cuda says what inductor asks of an H200."""
     props = SimpleNamespace(name="NVIDIA H200", minor=0, total_memory=140 * 2**30, gcnArchName="", L2_cache_size=50 * 2**20, **H200)
     says = dict(is_available=True, device_count=1, current_device=0, get_device_properties=props, get_device_capability=(9, 0), _lazy_init=None,
                 is_initialized=True, get_device_name=props.name)
