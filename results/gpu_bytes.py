@@ -3,17 +3,19 @@
     python results/gpu_bytes.py atlas --chunk 256 --muon-every 256 [--memory-dtype bfloat16] [--ns-dtype bfloat16]         a minute each
 
 Everything that models.LM.compile_memory compiles is lowered by inductor as for an H200: its kernels, and what each reads and writes. What is left
-eager is counted call by call. Bytes over 4.8 TB/s, products over 300 TFLOP/s if that takes longer, are a bound on time, for 8 x 4096 tokens, where
+eager is counted call by call. Kernels and such calls are launches. Bytes over 4.8 TB/s, products over 300 TFLOP/s if that takes longer, are a bound on time, for 8 x 4096 tokens, where
 no kernel has to wait. (It runs on a CPU, with a quarter of these tokens; so the first chunk, which finds no W yet, counts four times: of chunks of
-256 that is 4 % too little. SDPA is not counted.) Needs a build of torch for CUDA and its Triton, but no GPU; written for torch 2.15, whose insides
-it uses.
+256 that is 4 % too little. SDPA is not counted.) Triton compiles each kernel for sm_90, in one of its configurations. Needs a build of torch for CUDA and its Triton, but no GPU; written for torch 2.15, whose insides it uses.
 """
 import argparse
 import copy
 import os
+import re
 import sys
+import time
 from collections import Counter
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,11 +27,14 @@ from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import view_to_reshape
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,8 +68,17 @@ def flops(name, args):
     return 0 if at is None else 2 * args[at].numel() * args[at + 1].shape[-1]
 
 
+def compile_kernels(code):
+    """Has Triton compile the kernels of inductor's `code` -> how many there are."""
+    kernels = re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.S)
+    for name, source in kernels:
+        kernel = getattr(PyCodeCache.load(source), name)
+        kernel._precompile_config(kernel.configs[0])
+    return len(kernels)
+
+
 def lowered(graph, inputs):
-    """Bytes of products, bytes of all else and FLOPs of a graph of aten's, as inductor makes kernels of it."""
+    """A graph of aten's, as inductor makes kernels of it: bytes of products, bytes of all else, FLOPs, launches; and how many are Triton's."""
     graph, fake = copy.deepcopy(graph), detect_fake_mode(inputs)
     on_gpu = lambda a: GPU if isinstance(a, torch.device) else a
     for node in graph.graph.nodes:
@@ -83,12 +97,12 @@ def lowered(graph, inputs):
         kernels = GraphLowering(graph, example_inputs=inputs)
         with V.set_graph_handler(kernels), V.set_debug_handler(DebugContext()):
             kernels.run(*inputs)
-            kernels.init_wrapper_code()
-            kernels._update_scheduler()
+            code = kernels.codegen()[0].value
+            nodes = [node for node in kernels.scheduler.nodes if not isinstance(node, NopKernelSchedulerNode)]
             sizes = Counter()
-            for node in kernels.scheduler.nodes:
+            for node in nodes:
                 sizes[node.is_extern()] += node.get_read_write_buffers_sizes()
-    return sizes[True], sizes[False], work
+    return (sizes[True], sizes[False], work, len(nodes)), compile_kernels(code)
 
 
 class Calls(TorchDispatchMode):
@@ -97,13 +111,15 @@ class Calls(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.inside, self.eager, self.graphs = False, Counter(), []
+        self.inside, self.eager, self.graphs, self.kernels = False, Counter(), [], 0
 
     def backend(self, graph, inputs):
         def compiler(part, inputs):
             with pretended_gpu():
-                entry = [0, lowered(part, inputs)]
+                sizes, kernels = lowered(part, inputs)
+            entry = [0, sizes]
             self.graphs.append(entry)
+            self.kernels += kernels
 
             def call(*args):
                 entry[0] += 1
@@ -129,6 +145,7 @@ class Calls(TorchDispatchMode):
         read = args[1:] if name in ("copy_", "zero_", "fill_") else args         # what is in kwargs is written: out=
         self.eager[name in PRODUCT] += sum(map(distinct, tensors((read, out))))
         self.eager["flops"] += flops(name, args)
+        self.eager["launches"] += 1
         return out
 
 
@@ -144,6 +161,7 @@ def main():
     for bound in (chunks.AT_ONCE, omega.PIECE, omega.UNROLLED):
         bound["cpu"] = bound["cuda"]
     muon.exact_products = chunks.exact_products = lambda device: False           # TF32
+    triton_helpers.set_driver_to_gpu = lambda: None           # every kernel's source asks for the one that is active
     torch._refs._strength_reduce_integer = lambda n: torch.int32                 # a CPU has no arange of 16 bits
     DeviceProperties.create = classmethod(lambda cls, device: cls(type="cuda", index=0, cc=90, **H200))
     driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_device_interface=lambda: torch.cuda))
@@ -158,16 +176,20 @@ def main():
         y.backward(y.detach())
         block.zero_grad(), setattr(x, "grad", None)
 
-    step()                                                    # compiles
+    times = [time.perf_counter()]
+    step()
+    times.append(time.perf_counter())
     for entry in calls.graphs:
         entry[0] = 0
     with calls:
         step()
-    runs = [(n, *sizes) for n, sizes in calls.graphs] + [(1, calls.eager[True], calls.eager[False], calls.eager["flops"])]
-    moved, work = (share * sum(n * sum(sizes[i] for i in which) for n, *sizes in runs) for which in ((0, 1), (2,)))
-    seconds = share * sum(n * (max(products / BANDWIDTH, flops / PRODUCTS) + rest / BANDWIDTH) for n, products, rest, flops in runs)
-    print(f"{' '.join(sys.argv[1:])}: {moved / 1e9:.1f} GB, of which eager {share * (calls.eager[True] + calls.eager[False]) / 1e9:.1f}; "
-          f"{work / 1e12:.2f} TFLOP; {1000 * seconds:.1f} ms a block")
+    first, second = (b - a for a, b in pairwise((*times, time.perf_counter())))
+    runs = calls.graphs + [(1, [calls.eager[key] for key in (True, False, "flops", "launches")])]
+    total = lambda *which: share * sum(n * sizes[i] for n, sizes in runs for i in which)
+    seconds = share * sum(n * (max(products / BANDWIDTH, flops / PRODUCTS) + rest / BANDWIDTH) for n, (products, rest, flops, _) in runs)
+    print(f"{' '.join(sys.argv[1:])}: {total(0, 1) / 1e9:.1f} GB, of which eager {share * (calls.eager[True] + calls.eager[False]) / 1e9:.1f}; "
+          f"{total(2) / 1e12:.2f} TFLOP; {1000 * seconds:.1f} ms a block, at most {total(3)} launches; "
+          f"{calls.kernels} kernels of Triton's, compiled in {first - second:.0f} s")
 
 
 if __name__ == "__main__":
