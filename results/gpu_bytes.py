@@ -130,7 +130,7 @@ class Calls(TorchDispatchMode):
                     self.inside = False
             return make_boxed_func(call)
         return aot_module_simplified(graph, inputs, fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table(),
-                                     partition_fn=min_cut_rematerialization_partition)
+                                     partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, name = func(*args, **(kwargs or {})), func._schema.name.split("::")[1]
