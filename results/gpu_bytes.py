@@ -2,10 +2,12 @@
 
     python results/gpu_bytes.py atlas --chunk 256 --muon-every 256 [--memory-dtype bfloat16] [--ns-dtype bfloat16]         a minute each
 
-Everything that models.LM.compile_memory compiles is lowered by inductor as for an H200: its kernels, and what each reads and writes. What is left
-eager is counted call by call. Kernels and such calls are launches. Bytes over 4.8 TB/s, products over 300 TFLOP/s if that takes longer, are a bound on time, for 8 x 4096 tokens, where
-no kernel has to wait. (It runs on a CPU, with a quarter of these tokens; so the first chunk, which finds no W yet, counts four times: of chunks of
-256 that is 4 % too little. SDPA is not counted.) Triton compiles each kernel for sm_90, in one of its configurations. Needs a build of torch for CUDA and its Triton, but no GPU; written for torch 2.15, whose insides it uses.
+Everything that models.LM.compile_memory compiles is lowered by inductor as for an H200: its kernels, what each reads and writes, and Triton compiles
+them for sm_90, each in one of its configurations. What is left eager is counted call by call; kernels and calls are launches. Bytes over 4.8 TB/s,
+products over 300 TFLOP/s if that takes longer, are a bound on time, for 8 x 4096 tokens, where no kernel has to wait. (It runs on a CPU, with a
+quarter of these tokens; so the first chunk, which finds no W yet, counts four times: of chunks of 256 that is 4 % too little. SDPA is not counted.
+The time to compile is that of the first step less the second's.) Needs a build of torch for CUDA and its Triton, but no GPU; written for torch
+2.15, whose insides it uses.
 """
 import argparse
 import copy
@@ -26,8 +28,8 @@ import torch
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
-from torch._inductor.compile_fx import view_to_reshape
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.compile_fx import view_to_reshape
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
@@ -177,7 +179,7 @@ def main():
         block.zero_grad(), setattr(x, "grad", None)
 
     times = [time.perf_counter()]
-    step()
+    step()                                                    # compiles
     times.append(time.perf_counter())
     for entry in calls.graphs:
         entry[0] = 0
