@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
-from itertools import pairwise
 from types import SimpleNamespace
 from unittest import mock
 
@@ -80,7 +79,9 @@ def compile_kernels(code):
 
 
 def lowered(graph, inputs):
-    """A graph of aten's, as inductor makes kernels of it: bytes of products, bytes of all else, FLOPs, launches; and how many are Triton's."""
+    """A graph of aten's, as inductor makes kernels of it: bytes of products, bytes of all else, FLOPs, launches; and how many of its
+    kernels are Triton's.
+    """
     graph, fake = copy.deepcopy(graph), detect_fake_mode(inputs)
     on_gpu = lambda a: GPU if isinstance(a, torch.device) else a
     for node in graph.graph.nodes:
@@ -173,19 +174,18 @@ def main():
     model.compile_memory(backend=calls.backend, fullgraph=True)
 
     def step():
+        start = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16):
             y, _ = block(x)
         y.backward(y.detach())
         block.zero_grad(), setattr(x, "grad", None)
+        return time.perf_counter() - start
 
-    times = [time.perf_counter()]
-    step()                                                    # compiles
-    times.append(time.perf_counter())
+    first = step()                                            # compiles
     for entry in calls.graphs:
         entry[0] = 0
     with calls:
-        step()
-    first, second = (b - a for a, b in pairwise((*times, time.perf_counter())))
+        second = step()
     runs = calls.graphs + [(1, [calls.eager[key] for key in (True, False, "flops", "launches")])]
     total = lambda *which: share * sum(n * sizes[i] for n, sizes in runs for i in which)
     seconds = share * sum(n * (max(products / BANDWIDTH, flops / PRODUCTS) + rest / BANDWIDTH) for n, (products, rest, flops, _) in runs)
