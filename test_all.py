@@ -2047,6 +2047,25 @@ def test_bfloat16_compiled_on_a_gpu_is_near_float32_eager(preset, memory_dtype, 
     assert logits < 0.02 and grads < 0.04
 
 
+@gpu
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("preset", ["atlas", "omeganet", "titans", "linear", "transformer"])
+def test_recorded_on_a_gpu_is_eager(preset, compile, monkeypatch):
+    """A CUDA graph of a whole pass; in float64, for compiled kernels add up in another order."""
+    plain_again(monkeypatch)
+    tc, runs = train.TrainConfig(batch_size=2, grad_accum=2, seq_len=64, warmup=0), []
+    for how in (False, True):
+        torch.manual_seed(0)
+        model = small(preset, head_dim=16, chunk=16, muon_every=16).double().cuda()
+        if how and compile:
+            model.compile_memory()
+        told, weights, recorded = steps(model, tc, how)
+        assert bool(recorded) == how
+        runs.append([torch.tensor(told, dtype=torch.float64), *weights])
+    for a, b in zip(*runs, strict=True):
+        close(a, b, 1e-6)
+
+
 @pytest.mark.parametrize("preset, more, says", [
     ("altas", {}, "atlas"), ("atlas", dict(windw=3), "windw"), ("atlas", dict(window=0), "window"), ("atlas", dict(muon_every=0), "1 .*--no-muon"),
     ("atlas", dict(chunk=2**31), "chunk"), ("atlas", dict(memory="cubic"), "gated"), ("atlas", dict(n_head=3, n_embd=16, head_dim=0), "n-head"),
@@ -3229,8 +3248,8 @@ class Recorder:
     def step(self):
         self.seen = torch.cat([p.grad.flatten() for p in self.model.parameters()])
 
-    def zero_grad(self):
-        self.model.zero_grad()
+    def zero_grad(self, set_to_none):
+        self.model.zero_grad(set_to_none)
 
 
 def tiny_model(preset="atlas", **more):
@@ -3386,6 +3405,110 @@ def test_where_compiling_fails_nothing_is_compiled(capsys):
     finally:
         torch.compiler.set_stance("default")
     assert not graphs and "no C++ compiler" in capsys.readouterr().err
+
+
+class Tape(TorchDispatchMode):
+    """What a CUDA graph does, on a CPU: makes torch's calls once more, with the tensors and numbers of the first time, into the tensors of that time.
+
+    Calls that a capture refuses are refused.
+    """
+    refused = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2"}
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.random = [], torch.get_rng_state()
+
+    def __exit__(self, *_):
+        super().__exit__(*_)
+        torch.set_rng_state(self.random)                      # a capture computes nothing
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._opname not in self.refused
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self):
+        leaves = torch.utils._pytree.tree_leaves
+        for func, args, kwargs, out in self.calls:
+            for old, new in zip(leaves(out), leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():           # else a view, or written in place
+                    old.data.copy_(new)
+
+
+def tapes_for_graphs(patch, make=Tape):
+    stream = argparse.Namespace(wait_stream=lambda other: None)
+    for name, fake in dict(CUDAGraph=make, graph=lambda tape, stream: tape, Stream=lambda: stream, current_stream=lambda: stream,
+                           stream=lambda stream: nullcontext()).items():
+        patch.setattr(torch.cuda, name, fake)
+
+
+def steps(model, tc, how=(), n=3):
+    """n steps of training with the seed 1 -> losses and norms, the weights; `recorded` if `how` is True."""
+    ids, optimizers = torch.randint(11, (500,), generator=torch.Generator().manual_seed(0)), train.make_optimizers(model, tc)
+    torch.manual_seed(1)
+    device = next(model.parameters()).device
+    recorded = train.record(model, tc, ids, device, torch.float32) if how else None
+    told = [train.train_step(model, optimizers, tc, ids, i, 1.0, device, torch.float32, recorded) for i in range(n)]
+    return told, [p.detach().clone() for p in model.parameters()], recorded
+
+
+@pytest.mark.parametrize("more", [dict(dropout=0.3), dict(remat=True)])
+@pytest.mark.parametrize("preset", ["atlas", "omeganet", "titans", "linear", "transformer", "swa"])
+def test_recorded_steps_are_the_same(preset, more, monkeypatch):
+    """A graph that reads an old batch, forgets the gradient of a pass, or adds to a p.grad that is no more; and dropout that stands still."""
+    tc, runs, kept, checkpoint = train.TrainConfig(batch_size=2, grad_accum=2, seq_len=13, warmup=0, lr=0.01), [], [], models.checkpoint
+    monkeypatch.setattr(models, "checkpoint", lambda *args, **how: kept.append(how.get("preserve_rng_state", True)) or checkpoint(*args, **how))
+    for how in (False, True):
+        torch.manual_seed(0)
+        model = small(preset, dropout=more.get("dropout", 0.0)).train()
+        model.remat = more.get("remat", False)
+        if how:
+            tapes_for_graphs(monkeypatch)
+        runs.append(steps(model, tc, how))
+    (told, weights, _), (again, recorded, graph) = runs
+    assert graph and told == again and same(weights, recorded)
+    assert bool(kept) == model.remat and not any(kept)        # a GPU's random state cannot be read while it records
+
+
+def test_what_cannot_be_recorded_is_computed_as_before(monkeypatch, capsys):
+    """A pass that failed half-way has left gradients; and one that found no memory would find none later."""
+    class Fails(Tape):
+        def __exit__(self, *_):
+            super().__exit__(*_)
+            raise RuntimeError(self.message)
+    tc, runs = train.TrainConfig(batch_size=2, grad_accum=2, seq_len=13, warmup=0), []
+    for Fails.message in ("", "operation not permitted when stream is capturing\nand more"):
+        torch.manual_seed(0)
+        if Fails.message:
+            tapes_for_graphs(monkeypatch, Fails)
+        runs.append(steps(small("atlas"), tc, Fails.message))
+    assert runs[1][2] is None and same(*(run[:2] for run in runs))
+    assert capsys.readouterr().err == "warning: no CUDA graph, going on without one: operation not permitted when stream is capturing\n"
+    Fails.message = "CUDA out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        steps(small("atlas"), tc, True)
+
+
+def test_cuda_graph_is_asked_for_by_a_flag(text, tmp_path, monkeypatch, capsys):
+    """And refused where there can be none, or where a block computed again would have another dropout."""
+    flags = "--data", text, "--out", tmp_path / "x", "--cuda-graph"
+    assert "--device cuda" in refused(capsys, train.main, *NET, *RUN, *flags)
+    monkeypatch.setattr(train, "pick_device", lambda name: torch.device("cuda"))
+    assert "--dropout 0" in refused(capsys, train.main, *NET, *RUN, *flags, "--remat", "--dropout", "0.1")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_recorded_run_is_the_same(text, tmp_path, monkeypatch):
+    """From the flag, which only a GPU's run is let have, to the last checkpoint."""
+    replays, real = [], Tape.replay
+    assert go(text, tmp_path / "eager", "--steps", 3, "--dropout", "0.2") == 0
+    tapes_for_graphs(monkeypatch)
+    monkeypatch.setattr(Tape, "replay", lambda tape: replays.append(tape) or real(tape))
+    monkeypatch.setattr(train, "describe", lambda tc, *_: setattr(tc, "cuda_graph", True))
+    assert go(text, tmp_path / "recorded", "--steps", 3, "--dropout", "0.2") == 0 and len(replays) == 3
+    assert same(*(train.load_checkpoint(tmp_path / n)["model"] for n in ("eager", "recorded")))
 
 
 def test_the_end_is_of_the_best_weights(text, tmp_path, monkeypatch):
@@ -5372,8 +5495,24 @@ MUTANTS = [
     ("--help shows what no run has", "train.py", "presets.get(f.name, f.default)", "f.default",
      "test_every_field_is_a_flag_and_help_lists_it_with_its_default"),
     ("--remat ignored", "train.py", "    model.remat = tc.remat\n", "", "test_remat_is_the_same_run"),
-    ("remat forgets the dropout", "models.py", "use_reentrant=False)", "use_reentrant=False, preserve_rng_state=False)",
+    ("remat forgets the dropout", "models.py", "preserve_rng_state=self.config.dropout > 0", "preserve_rng_state=False",
      "test_remat_is_bit_equal_in_less_memory[transformer]"),
+    ("remat always keeps the random state", "models.py", ", preserve_rng_state=self.config.dropout > 0", "", "test_recorded_steps_are_the_same[atlas-more1]"),
+    ("recorded, the first batch again", "train.py", "        self.x.copy_(x)\n", "", "test_recorded_steps_are_the_same[atlas-more0]"),
+    ("recorded, the first targets again", "train.py", "        self.y.copy_(y)\n", "", "test_recorded_steps_are_the_same[atlas-more0]"),
+    ("recorded, what came before is added up", "train.py", "        model.zero_grad(set_to_none=False)\n", "", "test_recorded_steps_are_the_same[atlas-more0]"),
+    ("recorded, p.grad is replaced", "train.py", "set_to_none=not keep_grads", "set_to_none=True", "test_recorded_steps_are_the_same[atlas-more0]"),
+    ("recorded, p.grad is a pass's own", "train.py", "for _ in range(3):        ", "for _ in range(0):        ", "test_recorded_steps_are_the_same[atlas-more0]"),
+    ("before it records a run draws dropout", "train.py", "torch.cuda.stream(stream), torch.random.fork_rng([x.get_device()] if x.is_cuda else [])",
+     "torch.cuda.stream(stream)", "test_recorded_steps_are_the_same[atlas-more0]"),
+    ("what could not be recorded leaves a gradient", "train.py", 'first_line(fault)}", file=sys.stderr)\n        model.zero_grad()',
+     'first_line(fault)}", file=sys.stderr)', "test_what_cannot_be_recorded_is_computed_as_before"),
+    ("no memory to record in is no news", "train.py", "        if out_of_memory(fault):\n            raise\n", "",
+     "test_what_cannot_be_recorded_is_computed_as_before"),
+    ("--cuda-graph ignored", "train.py", "dtype) if tc.cuda_graph else None", "dtype) if False else None", "test_a_recorded_run_is_the_same"),
+    ("--cuda-graph without a GPU", "train.py", 'device.type != "cuda" or tc.remat and config.dropout', "tc.remat and config.dropout",
+     "test_cuda_graph_is_asked_for_by_a_flag"),
+    ("--cuda-graph beside another dropout", "train.py", ' or tc.remat and config.dropout):', "):", "test_cuda_graph_is_asked_for_by_a_flag"),
     ("no bound on the memory", "chunks.py", "if closes and rule.ball:\n            balls.a", "if False:\n            balls.a", "test_no_text_makes_the_memory_run_away[omeganet]"),
     ("no bound on the memory with Newton-Schulz", "omega.py", "if not self.ball:", "if True:", "test_ball_is_the_reference[atlas]"),
     ("the bound within a chunk", "chunks.py", "if closes and rule.ball:\n            balls.a", "if rule.ball:\n            balls.a", "test_ball_is_the_reference[omeganet]"),

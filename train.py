@@ -84,6 +84,7 @@ class TrainConfig:
     matmul: str = opt("auto", "precision of float32 products, torch.set_float32_matmul_precision (results/README.md); auto: high (TF32) "
                               "with bfloat16 on CUDA, medium (exact, and faster) on AMD cores with AVX-512, else highest", choices=MATMUL)
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
+    cuda_graph: bool = opt(False, "record forward and backward as one CUDA graph: one launch a pass instead of one a kernel (not measured)")
     remat: bool = opt(False, "keep only each block's input, and compute the block again in backward: less memory, a third more time")
     threads: int = opt(0, "CPU threads; 0: torch decides")
 
@@ -106,7 +107,7 @@ TRAIN_SIZES = {                                               # differences from
     "760m": dict(PAPER, steps=60_000, lr=1.25e-3),
     "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
 }
-LAUNCH = {"out", "resume", "stop_after", "device", "compile", "threads"}      # never read from a checkpoint
+LAUNCH = {"out", "resume", "stop_after", "device", "compile", "cuda_graph", "threads"}         # never read from a checkpoint
 # may differ on --resume (data: its name)
 FREE = LAUNCH | {"data", "steps", "minutes", "eval_every", "log_every", "sample_tokens", "remat"}
 
@@ -593,18 +594,60 @@ def lr_scale(step, tc, seconds=0.0):
     return min(rise, 1.0, fall)
 
 
-def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
+def one_pass(model, x, y, tc, dtype):
+    """Forward and backward -> their share of a step's loss; that of the gradient is added to p.grad."""
+    with autocast(x.device, dtype):
+        loss = model.loss(x, y) / tc.grad_accum
+    loss.backward()
+    return loss.detach()
+
+
+class Recorded:
+    """one_pass as a CUDA graph: no Python, and one launch for its thousands of kernels.
+
+    It reads and writes the same memory each time. So each p.grad stays the tensor that it is (update), and a loss lasts until the next pass.
+    """
+
+    def __init__(self, model, x, y, tc, dtype):
+        self.x, self.y, stream = x.clone(), y.clone(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.random.fork_rng([x.get_device()] if x.is_cuda else []):
+            for _ in range(3):                                # what compilers, libraries and p.grad do at first is not to be recorded
+                one_pass(model, self.x, self.y, tc, dtype)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.loss = one_pass(model, self.x, self.y, tc, dtype)
+        model.zero_grad(set_to_none=False)
+
+    def __call__(self, x, y):
+        self.x.copy_(x)
+        self.y.copy_(y)
+        self.graph.replay()
+        return self.loss
+
+
+def record(model, tc, ids, device, dtype):
+    """-> Recorded; where that fails, None, and a line that says so."""
+    x, y = (a.to(device) for a in batch(ids, tc.seed, 0, tc.batch_size, tc.seq_len))
+    try:
+        return Recorded(model, x, y, tc, dtype)
+    except RuntimeError as fault:
+        if out_of_memory(fault):
+            raise
+        print(f"warning: no CUDA graph, going on without one: {first_line(fault)}", file=sys.stderr)
+        model.zero_grad()
+
+
+def train_step(model, optimizers, tc, ids, step, scale, device, dtype, recorded=None):
     """One outer step at `scale` times the peak rates -> loss, and norm of the gradient before clipping.
 
-    If one is not finite, no weight has changed.
+    If one is not finite, no weight has changed. `recorded` takes the place of one_pass.
     """
     x, y = (a.to(device) for a in batch(ids, tc.seed, step, tc.batch_size * tc.grad_accum, tc.seq_len))        # at once, for each copy waits
     loss, parts = 0.0, list(zip(x.split(tc.batch_size), y.split(tc.batch_size)))
-    for part_x, part_y in parts[rank()::processes()]:
-        with autocast(device, dtype):
-            part = model.loss(part_x, part_y) / tc.grad_accum
-        part.backward()
-        loss += part.detach()
+    for part in parts[rank()::processes()]:
+        loss = loss + (recorded(*part) if recorded else one_pass(model, *part, tc, dtype))
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if processes() > 1:
         for a in (loss, *grads.values()):
@@ -617,18 +660,18 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
                    "the update, so checkpoints are good; lower --lr or --muon-lr, or raise --warmup")
     if tc.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), tc.grad_clip, norm)
-    update(optimizers, tc, scale)
+    update(optimizers, tc, scale, keep_grads=recorded is not None)
     return loss, size
 
 
-def update(optimizers, tc, scale):
-    """Each parameter takes a step along its gradient, at `scale` times the peak rates."""
+def update(optimizers, tc, scale, keep_grads=False):
+    """Each parameter takes a step along its gradient, at `scale` times the peak rates. keep_grads: p.grad stays, filled with zeros."""
     for optimizer in optimizers:
         peak = tc.muon_lr if isinstance(optimizer, Muon) else tc.lr
         for group in optimizer.param_groups:
             group["lr"] = peak * group.get("times", 1.0) * scale
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not keep_grads)
 
 
 @torch.no_grad()
@@ -678,8 +721,11 @@ def clock(seconds):
     return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s"
 
 
-def train(model, optimizers, run, tc, splits, device, dtype):
-    """The loop, from run["step"] on -> None when --steps or --minutes are over, the number of the signal that stopped it, 0 for --stop-after."""
+def train(model, optimizers, run, tc, splits, device, dtype, recorded=None):
+    """The loop, from run["step"] on -> None when --steps or --minutes are over, the number of the signal that stopped it, 0 for --stop-after.
+
+    `recorded`, of train_step, holds as much memory as a pass takes, for as long as there is a reference to it.
+    """
     out, first, earlier, began = Path(tc.out), run["step"], run["seconds"], time.perf_counter()
     busy, tokens = 0.0, 0
     with StopOnSignal() as stop:
@@ -688,7 +734,7 @@ def train(model, optimizers, run, tc, splits, device, dtype):
             scale = lr_scale(step - 1, tc, earlier + tick - began)
             if rank():                                        # dropout of its own, and after --resume the same: the checkpoint is the first one's
                 torch.manual_seed(tc.seed + rank() + step * processes())
-            loss, norm = train_step(model, optimizers, tc, splits[0], step - 1, scale, device, dtype)
+            loss, norm = train_step(model, optimizers, tc, splits[0], step - 1, scale, device, dtype, recorded)
             busy, tokens = busy + time.perf_counter() - tick, tokens + tc.batch_size * tc.grad_accum * tc.seq_len
             if step == first + 1 and rank() == 0:             # only now that a step has worked are older files touched
                 if first == 0:
@@ -857,6 +903,8 @@ def launch(given):
         device = join(device, tc)
     if device.type == "mps" and tc.remat and config.dropout:
         raise UserError("--remat on mps would draw another dropout in backward (torch keeps no random state there); add --dropout 0")
+    if tc.cuda_graph and (device.type != "cuda" or tc.remat and config.dropout):
+        raise UserError("--cuda-graph needs --device cuda and, beside --remat, --dropout 0: random states cannot be kept while it is recorded")
     dtype = pick_dtype(tc.dtype, device)
     set_matmul(tc.matmul, device, dtype)
     tc.compile = given.get("compile", device.type == "cuda")
@@ -881,7 +929,7 @@ def launch(given):
         x, y = batch(splits[0], tc.seed, 0, tc.batch_size, tc.seq_len)
         compile_model(model, x.to(device), y.to(device), dtype)
     with nullcontext() if rank() else claim(tc.out):
-        stopped = train(model, optimizers, run, tc, splits, device, dtype)
+        stopped = train(model, optimizers, run, tc, splits, device, dtype, record(model, tc, splits[0], device, dtype) if tc.cuda_graph else None)
         if processes() > 1:
             dist.barrier()                                    # torchrun ends all when one ends: not before the first has saved
             dist.destroy_process_group()

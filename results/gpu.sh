@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, from the project's root: bash results/gpu.sh [-o folder for the logs] [part ...]
-# Parts: tests 256 half layer 64 step long decode exact every, all of them by default, in this order; and 128. Each takes 3 to 10 minutes, much of
-# it torch.compile's, and leaves one log, layer, step and decode their JSON as well.
+# Parts: tests graph 256 half layer 64 step long decode exact every, all of them by default, in this order; and 128. Each takes 3 to 10 minutes, much
+# of it torch.compile's, and leaves one log, layer, step and decode their JSON as well. Batches are as large as memory allows: what a block keeps is
+# counted by gpu_bytes.py.
 # DEVICE=cpu SIZE=tiny STEPS=2 LONG=512 bash results/gpu.sh -o /tmp/logs exact 64 long every     tries the script where there is no GPU
 set -uo pipefail
 out=results
@@ -32,6 +33,13 @@ exact() {                                                     # bfloat16, TF32 a
     done
 }
 
+half() {                                                      # the memory in bfloat16, too
+    for model in titans omeganet; do speed "$size $model, half $*" --model $model --batch-size 4 --chunk 256 --memory-dtype bfloat16 "$@"; done
+    speed "$size omeganet, half, 128 $*" --model omeganet --batch-size 4 --chunk 128 --memory-dtype bfloat16 "$@"
+    speed "$size atlas, half $*" --model atlas --batch-size 2 --chunk 256 --muon-every 256 --memory-dtype bfloat16 --ns-dtype bfloat16 "$@"
+    speed "$size omeganet, half, $long $*" --model omeganet --batch-size 1 --seq-len "$long" --chunk 256 --memory-dtype bfloat16 "$@"
+}
+
 bench() {                                                     # bench <name> <flags>
     python3 bench.py --device "$device" --minutes 4 --json "$out/bench-$1-$device.json" "${@:2}" 2>&1 | grep -v '^{'
 }
@@ -55,11 +63,12 @@ run() {
         for model in linear titans omeganet atlas; do
             speed "$size $model $1" --model $model --batch-size 4 --chunk "$1" --muon-every "$1" --remat
         done ;;
-    half)                                                     # the memory in bfloat16, too
-        for model in titans omeganet; do speed "$size $model, half" --model $model --batch-size 8 --chunk 256 --remat --memory-dtype bfloat16; done
-        speed "$size omeganet, half, 64" --model omeganet --batch-size 8 --chunk 64 --remat --memory-dtype bfloat16
-        speed "$size atlas, half" --model atlas --batch-size 8 --chunk 256 --muon-every 256 --remat --memory-dtype bfloat16 --ns-dtype bfloat16
-        speed "$size omeganet, half, $long" --model omeganet --batch-size 4 --seq-len "$long" --chunk 256 --remat --memory-dtype bfloat16 ;;
+    graph)                                                    # one launch a pass
+        speed "$size transformer, graph" --model transformer --batch-size 4 --cuda-graph
+        half --cuda-graph
+        speed "$size omeganet, graph" --model omeganet --batch-size 2 --chunk 256 --cuda-graph
+        speed "$size transformer, graph, $long" --model transformer --batch-size 1 --seq-len "$long" --cuda-graph ;;
+    half) half ;;
     layer) bench layer --part layer --part rule $models ;;
     step) bench step --part step $models ;;
     decode) bench decode --part decode --part peers --model transformer --model omeganet --model atlas ;;
@@ -71,8 +80,8 @@ run() {
     esac
 }
 
-for part in "${@:-tests 256 half layer 64 step long decode exact every}"; do
+for part in "${@:-tests graph 256 half layer 64 step long decode exact every}"; do
     for part in $part; do
-        run "$part" | tee "$out/gpu-$part.log" | grep -E '^==|compiled in|^ *step|peak memory|^done|[Ee]rror|passed|failed'
+        run "$part" | tee "$out/gpu-$part.log" | grep -E '^==|compiled in|^ *step|peak memory|^done|warning|[Ee]rror|passed|failed'
     done
 done

@@ -1,10 +1,12 @@
-"""What a block of the 340m shape moves and computes on an H200, forward and backward, counted without one.
+"""What a block of the 340m shape moves, computes and keeps on an H200, forward and backward, counted without one.
 
     python results/gpu_bytes.py atlas --chunk 256 --muon-every 256 [--memory-dtype bfloat16] [--ns-dtype bfloat16]         a minute each
+    python results/gpu_bytes.py omeganet --seq-len 16384                                                       of 2 x 16384 tokens, not 8 x 4096
 
 Everything that models.LM.compile_memory compiles is lowered by inductor as for an H200: its kernels, what each reads and writes, and Triton compiles
 them for sm_90, each in one of its configurations. What is left eager is counted call by call; kernels and calls are launches. Bytes over 4.8 TB/s,
-products over 300 TFLOP/s if that takes longer, are a bound on time, for 8 x 4096 tokens, where no kernel has to wait. (It runs on a CPU, with a
+products over 300 TFLOP/s if that takes longer, are a bound on time, for 8 x 4096 tokens, where no kernel has to wait. Kept is what a block leaves
+for its backward, without --remat, and the peak is what the backward adds to that; of other batches, in proportion. (It runs on a CPU, with a
 quarter of these tokens; so the first chunk, which finds no W yet, counts four times: of chunks of 256 that is 4 % too little. SDPA is not counted.
 The time to compile is that of the first step less the second's.) Needs a build of torch for CUDA and its Triton, but no GPU; written for torch
 2.15, whose insides it uses.
@@ -15,6 +17,7 @@ import os
 import re
 import sys
 import time
+import weakref
 from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -115,6 +118,7 @@ class Calls(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.inside, self.eager, self.graphs, self.kernels = False, Counter(), [], 0
+        self.alive, self.bytes, self.most = {}, 0, 0
 
     def backend(self, graph, inputs):
         def compiler(part, inputs):
@@ -135,11 +139,22 @@ class Calls(TorchDispatchMode):
         return aot_module_simplified(graph, inputs, fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table(),
                                      partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True)
 
+    def notice(self, storage):
+        """Counts a storage's bytes for as long as it is there."""
+        size, known = storage.nbytes(), self.alive.get(storage._cdata)
+        if known is None or known() is None:
+            self.alive[storage._cdata] = weakref.ref(storage)
+            weakref.finalize(storage, lambda: setattr(self, "bytes", self.bytes - size))
+            self.bytes += size
+            self.most = max(self.most, self.bytes)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, name = func(*args, **(kwargs or {})), func._schema.name.split("::")[1]
+        tensors = lambda tree: [a for a in torch.utils._pytree.tree_leaves(tree) if isinstance(a, torch.Tensor)]
+        for a in tensors(out):
+            self.notice(a.untyped_storage())
         if self.inside or name.startswith(("empty", "new_empty")):               # counted, or nothing to do
             return out
-        tensors = lambda tree: [a for a in torch.utils._pytree.tree_leaves(tree) if isinstance(a, torch.Tensor)]
         given = {a.untyped_storage()._cdata for a in tensors(args)}
         changes = any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments)
         if not changes and all(a.untyped_storage()._cdata in given for a in tensors(out)):       # a view
@@ -159,8 +174,10 @@ def main():
     parser.add_argument("--muon-every", type=int, default=256)
     parser.add_argument("--memory-dtype", default="float32")
     parser.add_argument("--ns-dtype", default="float32")
-    args = vars(parser.parse_args())
-    B, T, share = 8, 1024, 4                                  # a quarter of 8 x 4096 tokens
+    parser.add_argument("--seq-len", type=int, default=4096)
+    args, share = vars(parser.parse_args()), 4                # a quarter of the tokens
+    T = args.pop("seq_len") // share
+    B = 8 * 1024 // T
     for bound in (chunks.AT_ONCE, omega.PIECE, omega.UNROLLED):
         bound["cpu"] = bound["cuda"]
     muon.exact_products = chunks.exact_products = lambda device: False           # TF32
@@ -176,21 +193,23 @@ def main():
     def step():
         start = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16):
-            y, _ = block(x)
+            y = block(x)[0]
+        kept = calls.bytes
         y.backward(y.detach())
         block.zero_grad(), setattr(x, "grad", None)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, kept
 
-    first = step()                                            # compiles
+    first, _ = step()                                         # compiles
     for entry in calls.graphs:
         entry[0] = 0
     with calls:
-        second = step()
+        second, kept = step()
     runs = calls.graphs + [(1, [calls.eager[key] for key in (True, False, "flops", "launches")])]
     total = lambda *which: share * sum(n * sizes[i] for n, sizes in runs for i in which)
     seconds = share * sum(n * (max(products / BANDWIDTH, flops / PRODUCTS) + rest / BANDWIDTH) for n, (products, rest, flops, _) in runs)
+    GiB = lambda n: f"{share * n / 2**30:.1f} GiB"
     print(f"{' '.join(sys.argv[1:])}: {total(0, 1) / 1e9:.1f} GB, of which eager {share * (calls.eager[True] + calls.eager[False]) / 1e9:.1f}; "
-          f"{total(2) / 1e12:.2f} TFLOP; {1000 * seconds:.1f} ms a block, at most {total(3)} launches; "
+          f"{total(2) / 1e12:.2f} TFLOP; {1000 * seconds:.1f} ms a block, at most {total(3)} launches; kept {GiB(kept)}, peak {GiB(calls.most)}; "
           f"{calls.kernels} kernels of Triton's, compiled in {first - second:.0f} s")
 
 
