@@ -3455,7 +3455,7 @@ def steps(model, tc, how=(), n=3):
 
 
 @pytest.mark.parametrize("more", [dict(dropout=0.3), dict(remat=True)])
-@pytest.mark.parametrize("preset", ["atlas", "omeganet", "titans", "linear", "transformer", "swa"])
+@pytest.mark.parametrize("preset", ["atlas", "omeganet", "transformer", "swa"])
 def test_recorded_steps_are_the_same(preset, more, monkeypatch):
     """A graph that reads an old batch, forgets the gradient of a pass, or adds to a p.grad that is no more; and dropout that stands still."""
     tc, runs, kept, checkpoint = train.TrainConfig(batch_size=2, grad_accum=2, seq_len=13, warmup=0, lr=0.01), [], [], models.checkpoint

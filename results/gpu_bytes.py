@@ -33,6 +33,7 @@ from torch._guards import detect_fake_mode
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import view_to_reshape
 from torch._inductor.debug import DebugContext
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
@@ -81,6 +82,13 @@ def compile_kernels(code):
     return len(kernels)
 
 
+def moved(node):
+    """Bytes that one of inductor's kernels reads and writes; not what it only waits for, as for a tensor that it overwrites."""
+    bytes, reads = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True), node.read_writes.reads
+    real = {dep.name for deps in (reads, node.read_writes.writes) for dep in deps if node.is_extern() or isinstance(dep, MemoryDep)}
+    return sum(size for name, size in bytes.items() if name in real)
+
+
 def lowered(graph, inputs):
     """A graph of aten's, as inductor makes kernels of it: bytes of products, bytes of all else, FLOPs, launches; and how many of its
     kernels are Triton's.
@@ -107,7 +115,7 @@ def lowered(graph, inputs):
             nodes = [node for node in kernels.scheduler.nodes if not isinstance(node, NopKernelSchedulerNode)]
             sizes = Counter()
             for node in nodes:
-                sizes[node.is_extern()] += node.get_read_write_buffers_sizes()
+                sizes[node.is_extern()] += moved(node)
     return (sizes[True], sizes[False], work, len(nodes)), compile_kernels(code)
 
 
