@@ -2054,13 +2054,13 @@ def test_recorded_on_a_gpu_is_eager(preset, compile, monkeypatch):
     """A CUDA graph of a whole pass; in float64, for compiled kernels add up in another order."""
     plain_again(monkeypatch)
     tc, runs = train.TrainConfig(batch_size=2, grad_accum=2, seq_len=64, warmup=0), []
-    for how in (False, True):
+    for record in (False, True):
         torch.manual_seed(0)
         model = small(preset, head_dim=16, chunk=16, muon_every=16).double().cuda()
-        if how and compile:
+        if record and compile:
             model.compile_memory()
-        told, weights, recorded = steps(model, tc, how)
-        assert bool(recorded) == how
+        told, weights, recorded = steps(model, tc, record)
+        assert bool(recorded) == record
         runs.append([torch.tensor(told, dtype=torch.float64), *weights])
     for a, b in zip(*runs, strict=True):
         close(a, b, 1e-6)
@@ -3410,7 +3410,7 @@ def test_where_compiling_fails_nothing_is_compiled(capsys):
 class Tape(TorchDispatchMode):
     """What a CUDA graph does, on a CPU: makes torch's calls once more, with the tensors and numbers of the first time, into the tensors of that time.
 
-    Calls that a capture refuses are refused.
+    Calls that read back, which a GPU refuses while it records, are refused.
     """
     refused = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2"}
 
@@ -3444,12 +3444,12 @@ def tapes_for_graphs(patch, make=Tape):
         patch.setattr(torch.cuda, name, fake)
 
 
-def steps(model, tc, how=(), n=3):
-    """n steps of training with the seed 1 -> losses and norms, the weights; `recorded` if `how` is True."""
+def steps(model, tc, record, n=3):
+    """n steps of training -> losses and norms; the weights after them; what train.record made, if it was to."""
     ids, optimizers = torch.randint(11, (500,), generator=torch.Generator().manual_seed(0)), train.make_optimizers(model, tc)
     torch.manual_seed(1)
     device = next(model.parameters()).device
-    recorded = train.record(model, tc, ids, device, torch.float32) if how else None
+    recorded = train.record(model, tc, ids, device, torch.float32) if record else None
     told = [train.train_step(model, optimizers, tc, ids, i, 1.0, device, torch.float32, recorded) for i in range(n)]
     return told, [p.detach().clone() for p in model.parameters()], recorded
 
@@ -3460,13 +3460,13 @@ def test_recorded_steps_are_the_same(preset, more, monkeypatch):
     """A graph that reads an old batch, forgets the gradient of a pass, or adds to a p.grad that is no more; and dropout that stands still."""
     tc, runs, kept, checkpoint = train.TrainConfig(batch_size=2, grad_accum=2, seq_len=13, warmup=0, lr=0.01), [], [], models.checkpoint
     monkeypatch.setattr(models, "checkpoint", lambda *args, **how: kept.append(how.get("preserve_rng_state", True)) or checkpoint(*args, **how))
-    for how in (False, True):
+    for record in (False, True):
         torch.manual_seed(0)
         model = small(preset, dropout=more.get("dropout", 0.0)).train()
         model.remat = more.get("remat", False)
-        if how:
+        if record:
             tapes_for_graphs(monkeypatch)
-        runs.append(steps(model, tc, how))
+        runs.append(steps(model, tc, record))
     (told, weights, _), (again, recorded, graph) = runs
     assert graph and told == again and same(weights, recorded)
     assert bool(kept) == model.remat and not any(kept)        # a GPU's random state cannot be read while it records

@@ -6,7 +6,7 @@
 Everything that models.LM.compile_memory compiles is lowered by inductor as for an H200: its kernels, what each reads and writes, and Triton compiles
 them for sm_90, each in one of its configurations. What is left eager is counted call by call; kernels and calls are launches. Bytes over 4.8 TB/s,
 products over 300 TFLOP/s if that takes longer, are a bound on time, for 8 x 4096 tokens, where no kernel has to wait. Kept is what a block leaves
-for its backward, without --remat, and the peak is what the backward adds to that; of other batches, in proportion. (It runs on a CPU, with a
+for its backward, without --remat, and the peak the most that it holds in between; of other batches, in proportion. (It runs on a CPU, with a
 quarter of these tokens; so the first chunk, which finds no W yet, counts four times: of chunks of 256 that is 4 % too little. SDPA is not counted.
 The time to compile is that of the first step less the second's.) Needs a build of torch for CUDA and its Triton, but no GPU; written for torch
 2.15, whose insides it uses.
@@ -33,8 +33,8 @@ from torch._guards import detect_fake_mode
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import view_to_reshape
 from torch._inductor.debug import DebugContext
-from torch._inductor.dependencies import MemoryDep
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
@@ -84,9 +84,9 @@ def compile_kernels(code):
 
 def moved(node):
     """Bytes that one of inductor's kernels reads and writes; not what it only waits for, as for a tensor that it overwrites."""
-    bytes, reads = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True), node.read_writes.reads
-    real = {dep.name for deps in (reads, node.read_writes.writes) for dep in deps if node.is_extern() or isinstance(dep, MemoryDep)}
-    return sum(size for name, size in bytes.items() if name in real)
+    sizes, deps = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True), node.read_writes
+    real = {dep.name for dep in (*deps.reads, *deps.writes) if node.is_extern() or isinstance(dep, MemoryDep)}
+    return sum(size for name, size in sizes.items() if name in real)
 
 
 def lowered(graph, inputs):
