@@ -522,9 +522,9 @@ class Overlapping(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        (B, H, count, n, D), parts = g.shape, g.split(ctx.length, 3)             # part i belongs to the i-th stretch of `length` from here on
-        da = g.new_zeros(B, H, count + len(parts) - 1, ctx.length, D)
-        for i, part in enumerate(parts):
+        (B, H, count, n, D), (first, *parts) = g.shape, g.split(ctx.length, 3)   # part i belongs to the i-th stretch of `length` from here on
+        da = torch.cat([first, g.new_zeros(B, H, len(parts), ctx.length, D)], 2)
+        for i, part in enumerate(parts, 1):
             da[:, :, i: i + count, : part.shape[3]] += part
         return da.flatten(2, 3)[:, :, : (count - 1) * ctx.length + n], None, None
 
