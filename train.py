@@ -724,7 +724,7 @@ def clock(seconds):
 def train(model, optimizers, run, tc, splits, device, dtype, recorded=None):
     """The loop, from run["step"] on -> None when --steps or --minutes are over, the number of the signal that stopped it, 0 for --stop-after.
 
-    `recorded`, of train_step, holds as much memory as a pass takes, for as long as there is a reference to it.
+    `recorded` is for train_step; for as long as something refers to it, it holds the memory of a pass.
     """
     out, first, earlier, began = Path(tc.out), run["step"], run["seconds"], time.perf_counter()
     busy, tokens = 0.0, 0
@@ -929,6 +929,7 @@ def launch(given):
         x, y = batch(splits[0], tc.seed, 0, tc.batch_size, tc.seq_len)
         compile_model(model, x.to(device), y.to(device), dtype)
     with nullcontext() if rank() else claim(tc.out):
+        # what is recorded has no name here: its memory is free again when training ends
         stopped = train(model, optimizers, run, tc, splits, device, dtype, record(model, tc, splits[0], device, dtype) if tc.cuda_graph else None)
         if processes() > 1:
             dist.barrier()                                    # torchrun ends all when one ends: not before the first has saved

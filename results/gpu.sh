@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, from the project's root: bash results/gpu.sh [-o folder for the logs] [part ...]
-# Parts: tests graph 256 half layer 64 step long decode exact every, all of them by default, in this order; and 128. Each takes 3 to 10 minutes, much
+# Parts: tests 256 graph half layer 64 step long decode exact every, all of them by default, in this order; and 128. Each takes 3 to 10 minutes, much
 # of it torch.compile's, and leaves one log, layer, step and decode their JSON as well. Without --remat batches are what by count (gpu_bytes.py) fits.
 # gpu_table.py makes a table of the training runs, with MFU.
 # DEVICE=cpu SIZE=tiny STEPS=2 LONG=512 bash results/gpu.sh -o /tmp/logs exact 64 long every     tries the script where there is no GPU
@@ -80,7 +80,7 @@ run() {
     esac
 }
 
-for part in "${@:-tests graph 256 half layer 64 step long decode exact every}"; do
+for part in "${@:-tests 256 graph half layer 64 step long decode exact every}"; do
     for part in $part; do
         run "$part" | tee "$out/gpu-$part.log" | grep -E '^==|compiled in|^ *step|peak memory|^done|warning|[Ee]rror|passed|failed'
     done
