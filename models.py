@@ -662,6 +662,7 @@ class LM(nn.Module):
             x = x * self.config.n_embd ** 0.5
         states, remat = [], self.remat and torch.is_grad_enabled()
         for block, s in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
+            # the random state is for dropout alone; a GPU that records (train.Recorded) could not tell it
             x, s = checkpoint(block, x, s, use_reentrant=False, preserve_rng_state=self.config.dropout > 0) if remat else block(x, s)
             states.append(s)
         return self.head(self.norm(x)), tuple(states)

@@ -3449,7 +3449,8 @@ def steps(model, tc, record, n=3):
     ids, optimizers = torch.randint(11, (500,), generator=torch.Generator().manual_seed(0)), train.make_optimizers(model, tc)
     torch.manual_seed(1)
     device = next(model.parameters()).device
-    recorded = train.record(model, tc, ids, device, torch.float32) if record else None
+    x, y = (a.to(device) for a in data.batch(ids, 0, 0, tc.batch_size, tc.seq_len))
+    recorded = train.record(model, x, y, torch.float32, tc.grad_accum) if record else None
     told = [train.train_step(model, optimizers, tc, ids, i, 1.0, device, torch.float32, recorded) for i in range(n)]
     return told, [p.detach().clone() for p in model.parameters()], recorded
 
@@ -5509,7 +5510,7 @@ MUTANTS = [
      'first_line(fault)}", file=sys.stderr)', "test_what_cannot_be_recorded_is_computed_as_before"),
     ("no memory to record in is no news", "train.py", "        if out_of_memory(fault):\n            raise\n", "",
      "test_what_cannot_be_recorded_is_computed_as_before"),
-    ("--cuda-graph ignored", "train.py", "dtype) if tc.cuda_graph else None", "dtype) if False else None", "test_a_recorded_run_is_the_same"),
+    ("--cuda-graph ignored", "train.py", "grad_accum) if tc.cuda_graph else None", "grad_accum) if False else None", "test_a_recorded_run_is_the_same"),
     ("--cuda-graph without a GPU", "train.py", 'device.type != "cuda" or tc.remat and config.dropout', "tc.remat and config.dropout",
      "test_cuda_graph_is_asked_for_by_a_flag"),
     ("--cuda-graph beside another dropout", "train.py", ' or tc.remat and config.dropout):', "):", "test_cuda_graph_is_asked_for_by_a_flag"),

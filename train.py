@@ -503,9 +503,7 @@ def compile_model(model, x, y, dtype):
     model.compile_memory()
     with torch.random.fork_rng([x.get_device()] if x.is_cuda else []):     # the trial draws no random number of the run
         try:
-            with autocast(x.device, dtype):
-                loss = model.loss(x, y)
-            loss.backward()
+            one_pass(model, x, y, dtype)
             say(f"compiled in {time.perf_counter() - began:.0f} s")
         except Exception as fault:
             if not of_compiler(fault):
@@ -594,10 +592,10 @@ def lr_scale(step, tc, seconds=0.0):
     return min(rise, 1.0, fall)
 
 
-def one_pass(model, x, y, tc, dtype):
-    """Forward and backward -> their share of a step's loss; that of the gradient is added to p.grad."""
+def one_pass(model, x, y, dtype, passes=1):
+    """Forward and backward, one of the `passes` of a step -> their share of its loss; that of its gradient is added to p.grad."""
     with autocast(x.device, dtype):
-        loss = model.loss(x, y) / tc.grad_accum
+        loss = model.loss(x, y) / passes
     loss.backward()
     return loss.detach()
 
@@ -608,16 +606,16 @@ class Recorded:
     It reads and writes the same memory each time. So each p.grad stays the tensor that it is (update), and a loss lasts until the next pass.
     """
 
-    def __init__(self, model, x, y, tc, dtype):
+    def __init__(self, model, x, y, dtype, passes):
         self.x, self.y, stream = x.clone(), y.clone(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.random.fork_rng([x.get_device()] if x.is_cuda else []):
             for _ in range(3):                                # what compilers, libraries and p.grad do at first is not to be recorded
-                one_pass(model, self.x, self.y, tc, dtype)
+                one_pass(model, self.x, self.y, dtype, passes)
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=stream):
-            self.loss = one_pass(model, self.x, self.y, tc, dtype)
+            self.loss = one_pass(model, self.x, self.y, dtype, passes)
         model.zero_grad(set_to_none=False)
 
     def __call__(self, x, y):
@@ -627,11 +625,10 @@ class Recorded:
         return self.loss
 
 
-def record(model, tc, ids, device, dtype):
-    """-> Recorded; where that fails, None, and a line that says so."""
-    x, y = (a.to(device) for a in batch(ids, tc.seed, 0, tc.batch_size, tc.seq_len))
+def record(model, x, y, dtype, passes):
+    """-> Recorded, for batches like x, y; where that fails, None, and a line that says so."""
     try:
-        return Recorded(model, x, y, tc, dtype)
+        return Recorded(model, x, y, dtype, passes)
     except RuntimeError as fault:
         if out_of_memory(fault):
             raise
@@ -647,7 +644,7 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype, recorded=
     x, y = (a.to(device) for a in batch(ids, tc.seed, step, tc.batch_size * tc.grad_accum, tc.seq_len))        # at once, for each copy waits
     loss, parts = 0.0, list(zip(x.split(tc.batch_size), y.split(tc.batch_size)))
     for part in parts[rank()::processes()]:
-        loss = loss + (recorded(*part) if recorded else one_pass(model, *part, tc, dtype))
+        loss = loss + (recorded(*part) if recorded else one_pass(model, *part, dtype, tc.grad_accum))
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if processes() > 1:
         for a in (loss, *grads.values()):
@@ -925,12 +922,13 @@ def launch(given):
         if device.type == "cuda" and ckpt["rng"]["cuda"] is not None:
             torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
         say(f"resuming after step {run['step']}")
+    if tc.compile or tc.cuda_graph:
+        x, y = (a.to(device) for a in batch(splits[0], tc.seed, 0, tc.batch_size, tc.seq_len))
     if tc.compile:
-        x, y = batch(splits[0], tc.seed, 0, tc.batch_size, tc.seq_len)
-        compile_model(model, x.to(device), y.to(device), dtype)
+        compile_model(model, x, y, dtype)
     with nullcontext() if rank() else claim(tc.out):
         # what is recorded has no name here: its memory is free again when training ends
-        stopped = train(model, optimizers, run, tc, splits, device, dtype, record(model, tc, splits[0], device, dtype) if tc.cuda_graph else None)
+        stopped = train(model, optimizers, run, tc, splits, device, dtype, record(model, x, y, dtype, tc.grad_accum) if tc.cuda_graph else None)
         if processes() > 1:
             dist.barrier()                                    # torchrun ends all when one ends: not before the first has saved
             dist.destroy_process_group()
