@@ -14,6 +14,7 @@ import http.client
 import os
 import shlex
 import shutil
+import signal
 import stat
 import sys
 import tempfile
@@ -482,7 +483,7 @@ def make_token_files(name, kind, out):
     """The text of a file or folder, however large -> OUT/train.bin and OUT/val.bin, cut by `split`; like nanoGPT's, 2 bytes an id.
 
     The text is encoded in pieces of whole lines: of gpt2, white space may become other tokens there than it would in one piece.
-    Raises UserError for what load_text and split refuse, and where such a file is already.
+    Raises UserError for what split and, of files and folders, load_text refuse, and where such a file is already.
     """
     tokenizer, out = make_tokenizer(kind, ""), Path(out)
     for path in (out / "train.bin", out / "val.bin"):
@@ -637,4 +638,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # like Ctrl-C: what is half made goes
     sys.exit(main())

@@ -2741,6 +2741,24 @@ def test_token_files_are_the_text(tmp_path, monkeypatch, kind):
     assert not any((tmp_path / "new").iterdir())              # nothing half done is left
 
 
+# the program stopped while it cuts what it has encoded
+STOPPED = """
+import os, runpy, shutil, sys
+_, program, number, *flags = sys.argv
+shutil.copyfileobj, sys.argv = lambda *_: os.kill(os.getpid(), int(number)), [program, *flags]
+runpy.run_path(program, run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there such a signal ends a program at once")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_making_token_files(text, tmp_path, number):
+    """A scheduler's SIGTERM left a folder of half made files, as large as the text."""
+    run = python("-c", STOPPED, HERE / "data.py", int(number), "--data", text, "--tokenizer", "byte", "--out", tmp_path / "made")
+    assert "Traceback" not in run.communicate(timeout=300)[1] and run.returncode == 128 + number
+    assert not any((tmp_path / "made").iterdir())
+
+
 def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
     """A corpus without one of its parts, and no word about it."""
     (tmp_path / "in").mkdir()
@@ -5318,6 +5336,8 @@ MUTANTS = [
      "test_token_files_that_are_none"),
     ("token files not told apart", "data.py", "                digest.update(block)\n", "", "test_several_token_files_are_one"),
     ("token files that overlap", "data.py", "every.seek(2 * cut)", "every.seek(0)", "test_token_files_are_the_text"),
+    ("SIGTERM leaves half made files", "data.py", "    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))", "    pass",
+     "test_stopped_making_token_files"),
     ("a mark of byte order dropped in the middle of a file", "data.py", "data if offset else data.removeprefix", "data.removeprefix",
      "test_token_files_are_the_text"),
     ("byte pairs of what a merge has made not counted", "data.py", "((before, -n), (after, n))", "((before, -n),)",
