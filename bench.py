@@ -43,6 +43,7 @@ import muon
 import omega
 import train
 from data import Parser, UserError, at_least
+from train import say
 from poly import Features
 
 HEAD, SMALL_HEAD = 64, 16                       # polynomials want small heads: 64 numbers have 2145 of degree 2
@@ -111,9 +112,9 @@ def race(runs, seconds, device, must=math.inf):
             first[name] = clock(run, device, time.perf_counter)        # compilers are other processes
         except Exception as fault:
             if train.out_of_memory(fault):
-                print(f"{name}: out of memory")
+                say(f"{name}: out of memory")
             elif train.of_compiler(fault):
-                print(f"{name}: not compiled, {type(fault).__name__}: {train.first_line(fault)}")
+                say(f"{name}: not compiled, {type(fault).__name__}: {train.first_line(fault)}")
             else:
                 raise
     gc.collect()                                # else within a round: what the profiler of peak_bytes leaves takes half a second
@@ -144,11 +145,11 @@ def peak_bytes(run, device):
 
 
 def table(title, head, rows):
-    print(f"\n{title}")
+    say(f"\n{title}")
     rows = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     for row in rows:
-        print("  " + "  ".join([row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:])]))
+        say("  " + "  ".join([row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:])]))
 
 
 def short(x):
@@ -246,8 +247,8 @@ def part_layer(bench):
                 cells[name, what, T] = bench.keep("layer", name, times[name, what], batch * T, what=what, T=T, **more)
             cells[name, "memory", T] = MiB(peak)
             cost[name] = times[name, "forward"]["median_s"] + times[name, "both"]["median_s"]
-    print(f"\nlayer: batch {batch}, width {width}, heads of {HEAD}, of {SMALL_HEAD} with polynomial features; "
-          "- took too long, see --minutes")
+    say(f"\nlayer: batch {batch}, width {width}, heads of {HEAD}, of {SMALL_HEAD} with polynomial features; "
+        "- took too long, see --minutes")
     for what, title in (("both", "forward + backward, tokens/s"), ("forward", "forward, tokens/s"),
                         ("memory", "extra memory, MiB")):
         rows = [[name, *(cells.get((name, what, T), "-") for T in lengths)] for name in cases]
@@ -375,8 +376,8 @@ def part_rule(bench):
         cell = bench.keep("rule", name, times[name], batch * T, T=T, flops=flops, flops_per_s=rate,
                           product_flops_per_s=peak)
         rows.append([name, cell, short(flops), short(rate), f"{100 * rate / peak:.0f}%"])
-    print(f"\nrule: float32, batch {batch}, {H} heads of {HEAD}, T {T}, MLP memory of {2 * HEAD}, window 8; "
-          f"a large matrix product makes {short(peak)}FLOP/s")
+    say(f"\nrule: float32, batch {batch}, {H} heads of {HEAD}, T {T}, MLP memory of {2 * HEAD}, window 8; "
+        f"a large matrix product makes {short(peak)}FLOP/s")
     table("rule: omega() alone, forward + backward", ["", "tokens/s", "FLOP", "FLOP/s", "of product"], rows)
 
 
@@ -564,7 +565,7 @@ def part_peers(bench):
             absent[make] = f"not installed; pip install {PEERS[make]}" if isinstance(fault, ImportError) else \
                 f"it failed, {type(fault).__name__}: {train.first_line(fault)}"
     for make, why in absent.items():
-        print(f"\npeers: {make.__name__} of {PEERS[make]} skipped: {why}")
+        say(f"\npeers: {make.__name__} of {PEERS[make]} skipped: {why}")
     times, rows = race(runs, bench.seconds, bench.device, must=5), []
     for (make, chunk, muon), t in times.items():
         peak, rival = peak_bytes(runs[make, chunk, muon], bench.device), times.get((titans_pytorch, chunk, muon))
@@ -573,8 +574,8 @@ def part_peers(bench):
                           over_titans_pytorch=ratio)
         setting = chunk or "-", "yes" if muon else "no"
         rows.append([make.__name__, *setting, cell, f"{ratio:.2f}" if rival else "-", MiB(peak)])
-    print(f"\npeers: batch {batch}, T {T}, width {width}, heads of {HEAD}, MLP memory of {2 * HEAD}, momentum; "
-          "our window 8; Newton-Schulz once a chunk")
+    say(f"\npeers: batch {batch}, T {T}, width {width}, heads of {HEAD}, MLP memory of {2 * HEAD}, momentum; "
+        "our window 8; Newton-Schulz once a chunk")
     table("peers: one layer, forward + backward",
           ["", "chunk", "Muon", "tokens/s", "x titans_pytorch", "extra MiB"], rows)
 
@@ -604,7 +605,7 @@ def plot(records, folder):
             axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
             folder.mkdir(exist_ok=True)
             figure.savefig(folder / f"bench-{part}.png", dpi=150, bbox_inches="tight")
-            print(f"wrote {folder / f'bench-{part}.png'}")
+            say(f"wrote {folder / f'bench-{part}.png'}")
         pyplot.close(figure)
 
 
@@ -664,7 +665,7 @@ def run(args):
     bench = Bench(device, dtype, compile, args.quick, names)
     alone = "highest" if args.matmul == "auto" else matmul     # single tokens, which sample.py computes like this
     about = dict(machine(device), dtype=str(dtype)[6:], matmul=matmul, decode=alone, compiled=compile, clock=clock_name(device))
-    print("  ".join(f"{name} {value}" for name, value in about.items()))
+    say("  ".join(f"{name} {value}" for name, value in about.items()))
     parts = {name: PARTS[name] for name in args.part or PARTS}
     for name, (part, share) in parts.items():
         bench.seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
@@ -678,7 +679,7 @@ def run(args):
         if args.plot:
             plot(bench.records, Path(__file__).parent / "results")
     finally:                                                  # it may find no place to write
-        print(f"\n{result}")
+        say(f"\n{result}")
 
 
 def main(argv=None):

@@ -73,9 +73,12 @@ class Corpus(NamedTuple):
     tokens: tuple = ()                                  # Tokens to train and to validate on
 
     def splits(self, tokenizer, seq_len):
-        """-> ids to train and to validate on. Raises UserError for a text too short, or ids that the tokenizer does not have."""
+        """-> ids to train and to validate on. Raises UserError for a text too short, or token files of another vocabulary."""
         if not self.tokens:
             return split(tokenizer.encode(self.text), seq_len)
+        if tokenizer.kind not in ("byte", "gpt2"):
+            raise UserError(f"{self.used} holds token files, of bytes or of GPT-2's tokens, but this model's vocabulary was made of a text "
+                            f"(--tokenizer {tokenizer.kind}); give a text")
         train, val = map(len, self.tokens)
         if min(train, val) < seq_len + 1:
             raise UserError(f"{self.used} has {train:,} tokens to train and {val:,} to validate, but windows of {seq_len} need "
@@ -401,8 +404,8 @@ def _gpt2_tokens():
     try:
         bpe = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:              # requests' errors are OSErrors; ValueError is a wrong hash
-        raise UserError(f"cannot have GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder "
-                        f"where tiktoken has cached it, or use --tokenizer bpe") from None
+        raise UserError(f"cannot have GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a folder where tiktoken "
+                        f"has cached it, or make tokens of your text without it: --tokenizer byte, in train.py also bpe") from None
     return [bpe.decode_single_token_bytes(i) for i in range(bpe.n_vocab)]
 
 
@@ -425,6 +428,7 @@ def _utf8(text):
 # ---- token files
 
 LLM_C, LLM_C_HEADER = 20240520, 1024                    # the number that begins llm.c's files; the bytes before their ids
+LLM_C_LLAMA = 20240801                                  # begins those of Llama 3's tokens, too many for 2 bytes
 
 
 def token_files(name):
@@ -471,12 +475,17 @@ def _token_file(path):
     with _open(path) as file:
         magic, version, n = [*np.fromfile(file, "<i4", 3), 0, 0, 0][:3]
     size, header = os.path.getsize(path), LLM_C_HEADER if magic == LLM_C else 0
+    if magic == LLM_C_LLAMA:
+        raise UserError(f"{path} holds llm.c's tokens of Llama 3, of 4 bytes each; take files of GPT-2's, of 2 bytes")
     if header and (version != 1 or size != header + 2 * n):
         raise UserError(f"{path} has {size} bytes and a header of version {version} with {n} ids; it should be version 1 and "
                         f"{header} bytes and 2 an id: download it again")
     if size % 2 or size == header:
         raise UserError(f"{path} has {size} bytes, so it is empty or not made of ids of 2 bytes each; make it again")
-    return np.memmap(path, "<u2", "r", header)
+    ids = np.memmap(path, "<u2", "r", header)
+    if len(ids) >= 1000 and ids[: 2**20: 2].any() and not ids[1: 2**20: 2].any():
+        raise UserError(f"{path} has a 0 at every other place, as if its ids had 4 bytes each; make it again, of ids of 2 bytes (uint16)")
+    return ids
 
 
 def make_token_files(name, kind, out):
@@ -633,6 +642,7 @@ def main(argv=None):
         print(f"error: cannot write to --out {args.out} ({fault.strerror or f'{fault}: disk full?'})", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("error: stopped; no file was made", file=sys.stderr)
         return 130
     return 0
 

@@ -149,6 +149,10 @@ def accuracy(model, args, n_pairs, device):
 def mqar_task(args, device):
     """Train on all numbers of pairs in turn, print the accuracy for each -> exit code."""
     torch.manual_seed(args.seed)
+    for n in args.pairs:
+        if args.vocab < 2 * n + 2 or args.seq_len < 4 * n:
+            raise UserError(f"--pairs {n} needs a --vocab of at least {2 * n + 2} and a --seq-len of at least {4 * n}, not {args.vocab} and "
+                            f"{args.seq_len}")
     try:
         model = models.build(args.model, **{**SMALL, **args.config, "vocab_size": args.vocab}).to(device)
         tc = train.TrainConfig(steps=args.steps, warmup=args.steps // 10, lr=args.lr, optimizer=args.optimizer)
@@ -227,7 +231,8 @@ def parse(argv=None):
 def main(argv=None):
     args = parse(argv)
     train.tune_cpu()
-    return train.exit_code(lambda: run(args), more_memory="lower --batch-size or --length, or take --stream 0")
+    less = "--length, or take --stream 0" if args.task == "text" else "--vocab, --seq-len or the size of the network"
+    return train.exit_code(lambda: run(args), more_memory=f"lower --batch-size or {less}")
 
 
 def run(args):

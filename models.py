@@ -44,7 +44,7 @@ def check(config):
         right = isinstance(value, (int, float) if f.type is float else f.type)                   # a whole number does for a float
         if not right or isinstance(value, bool) != (f.type is bool):
             raise ValueError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
-        high, below = (math.inf, "finite") if isinstance(value, float) else (LIMIT, "below 2^31")
+        high, below = (torch.finfo(torch.float32).max, "finite in float32") if isinstance(value, float) else (LIMIT, "below 2^31")
         if isinstance(value, (int, float)) and not low <= value < high:                          # false for nan, too
             raise ValueError(f"{flag(f.name)} must be at least {low} and {below}, not {value}{f.metadata.get('hint', '')}")
         if choices and value not in choices:

@@ -54,7 +54,7 @@ class TrainConfig:
     tokenizer: str = opt("char", "what a token is; bpe: byte pairs learned from your text, gpt2: those of GPT-2", choices=KINDS)
     bpe_size: int = opt(1024, "largest vocabulary of --tokenizer bpe", low=256)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv; a new run moves those of an earlier one to OUT/old-N")
-    resume: bool = opt(False, "go on from OUT/ckpt.pt, with its settings")
+    resume: bool = opt(False, "go on from OUT/ckpt.pt, with its settings; --device, --threads, --compile and --cuda-graph are to be given again")
     init: str = opt("", "a checkpoint, or its folder: a new run begins with its network, weights and tokenizer")
     steps: int = opt(600, "optimizer steps", low=1)
     minutes: float = opt(0.0, "end after this time even if short of --steps, the rates having fallen to 0 by then; 0 (the default "
@@ -75,7 +75,7 @@ class TrainConfig:
     warmup: int = opt(20, "steps of linear warmup; unless given at most a tenth of --steps")
     decay_frac: float = opt(1.0, "last fraction of the run, over which the rates fall linearly to 0")
     eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
-    eval_windows: int = opt(64, "about so many validation windows while training, evenly spaced, but less than twice as many; 0: all")
+    eval_windows: int = opt(64, "about so many validation windows while training, evenly spaced, and at most twice as many; 0: all")
     log_every: int = opt(10, "steps between log lines", low=1)
     sample_tokens: int = opt(200, "length of the sample at the end")
     device: str = opt("auto", "auto: cuda, else cpu (mps is untried: compare its first losses with cpu's)", choices=("auto", "cpu", "cuda", "mps"))
@@ -148,24 +148,24 @@ def settings(given, ckpt=None, origin=None):
     """-> TrainConfig, Config: defaults < size < preset < flags. On resume they are the checkpoint's, and a flag that would change the
     run is refused, not ignored. With an `origin`, the checkpoint of --init, its network takes the place of size and preset, and model, size
     and tokenizer have to be its own."""
-    names, known = {f.name for f in fields(TrainConfig)}, ckpt or origin
+    names, known, defaults = {f.name for f in fields(TrainConfig)}, ckpt or origin, asdict(TrainConfig()) | asdict(Config())
     if ckpt:
         train, config = dict(ckpt["train"]), ckpt["config"]
         given = {n: v for n, v in given.items() if (n, v) not in (("size", "auto"), ("head_dim", 0))}      # decided when the run began
         for name, value in given.items():
-            old = {**train, **config}.get(name)
+            old = {**defaults, **train, **config}[name]       # a flag that this version has anew was as it is without it
             if name not in FREE and old != value:
                 raise UserError(f"--resume: {flag(name)} is {old!r} in {ckpt['path']}, but {value!r} was given; drop the "
                                 "flag, or start a new run without --resume")
-        train = {n: given.get(n, v) for n, v in train.items() if n in given or n not in LAUNCH}
+        train = {n: v for n, v in train.items() if n not in LAUNCH} | {n: v for n, v in given.items() if n in names}
     else:
-        train = {n: v for n, v in given.items() if n in names}
+        train = {n: v for n, v in given.items() if n in names and (n, v) != ("size", "auto")}
         if origin:
             for name in ("model", "size", "tokenizer", "bpe_size"):
                 was = origin["train"].get(name, getattr(TrainConfig, name))
                 if train.setdefault(name, was) != was:
                     raise UserError(f"--init: {flag(name)} is {was} in {origin['path']}, but {train[name]} was given; drop the flag")
-        if train.get("size", "auto") == "auto":
+        if "size" not in train:
             train["size"] = "baby" if pick_device(train.get("device", "auto")).type == "cuda" else "tiny"
         model, size = train.get("model", TrainConfig.model), train["size"]
         train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES.get(size, {}), **train}
@@ -221,7 +221,7 @@ def writing(path):
 
 
 def load_checkpoint(path):
-    """A checkpoint file, or the best (else the last) of a folder -> dict of plain values, CPU tensors and its "path".
+    """A checkpoint file, or the best (else the last) of a folder -> dict of plain values, CPU tensors, its "path" and when it was "written".
 
     Nothing in the file is run (weights_only). torch checks no sums when it loads, so zipfile does.
     """
@@ -232,7 +232,7 @@ def load_checkpoint(path):
             raise UserError(f"no best.pt or ckpt.pt in the folder {path}; python train.py --out {shlex.quote(str(path))} makes them")
     try:
         with open(path, "rb") as f:
-            head = f.read(2)
+            head, written = f.read(2), os.fstat(f.fileno()).st_mtime_ns
     except OSError as fault:
         raise UserError(f"no checkpoint {path} ({fault.strerror}); python train.py makes one in --out") from None
     if head != b"PK":                                         # torch.save writes zip archives
@@ -240,7 +240,7 @@ def load_checkpoint(path):
         raise UserError(f"{path} {why.get(head[:1], 'is not a checkpoint of train.py')}")
     try:
         with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
+            broken, names = archive.testzip(), archive.namelist()
     except Exception as fault:                                # what zipfile raises depends on where the file is broken
         broken = fault
     if broken:
@@ -248,8 +248,10 @@ def load_checkpoint(path):
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as fault:                                # the file decides what is raised
-        why = "is not a checkpoint of train.py" if "PytorchStreamReader" in str(fault) else \
-            "holds more than weights and plain values: refused, and none of it was run"
+        if out_of_memory(fault):
+            raise
+        why = "holds more than weights and plain values: refused, and none of it was run" if any(n.endswith("data.pkl") for n in names) else \
+            "is not a checkpoint of train.py"
         raise UserError(f"{path} {why}") from None
     if not isinstance(ckpt, dict) or "format" not in ckpt:
         raise UserError(f"{path} was not written by this program's train.py")
@@ -258,7 +260,7 @@ def load_checkpoint(path):
         raise UserError(f"{path} has format {ckpt['format']}, this version reads {FORMAT}; train again, or use the version that wrote it")
     if wrong:
         raise UserError(f"{path} lacks, or has of another type: {', '.join(wrong)}; use another checkpoint, or train again")
-    return dict(ckpt, path=str(path))
+    return dict(ckpt, path=str(path), written=written)
 
 
 def rebuild(ckpt):
@@ -268,11 +270,27 @@ def rebuild(ckpt):
         model = LM(Config(**ckpt["config"]))
         model.load_state_dict(ckpt["model"])
     except (TypeError, ValueError, AttributeError, RuntimeError) as fault:
+        if out_of_memory(fault):
+            raise
         raise UserError(f"{ckpt['path']} does not fit this version: {first_line(fault)}") from None
     if tokenizer.vocab_size != model.config.vocab_size:
         raise UserError(f"{ckpt['path']} contradicts itself: {tokenizer.vocab_size} tokens in its tokenizer, "
                         f"{model.config.vocab_size} in its model")
     return model, tokenizer
+
+
+def restore(ckpt, optimizers, device):
+    """The optimizers' state and the random numbers of a checkpoint."""
+    try:
+        for optimizer, state in zip(optimizers, ckpt["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        torch.set_rng_state(ckpt["rng"]["cpu"])
+        if device.type == "cuda" and ckpt["rng"]["cuda"] is not None:
+            torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as fault:
+        if out_of_memory(fault):
+            raise
+        raise UserError(f"{ckpt['path']} does not fit this version: {first_line(fault)}; --init begins a new run with its weights") from None
 
 
 def begin(config, origin):
@@ -283,7 +301,9 @@ def begin(config, origin):
             raise UserError(f"--init: tie is {not config.tie} in {origin['path']}; drop --{'no-' * (not config.tie)}tie")
         try:
             model.load_state_dict(origin["model"])
-        except RuntimeError:
+        except RuntimeError as fault:
+            if out_of_memory(fault):
+                raise
             differ = ", ".join(flag(name) for name, value in asdict(config).items() if value != origin["config"].get(name))
             raise UserError(f"--init: the weights of {origin['path']} do not fit a network of another {differ or 'version'}; "
                             "give no flag that changes their shapes") from None
@@ -492,8 +512,8 @@ def out_of_memory(fault):
 
 
 def of_compiler(fault):
-    """Of torch.compile itself, which a run can do without."""
-    return type(fault).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
+    """Of torch.compile itself, or of the files that it writes: a run can do without."""
+    return isinstance(fault, OSError) or type(fault).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
 
 
 def compile_model(model, x, y, dtype):
@@ -916,17 +936,15 @@ def launch(given):
     describe(tc, model, device, dtype, tokenizer, splits, data["used"])
     optimizers = make_optimizers(model, tc)
     if ckpt:
-        for optimizer, state in zip(optimizers, ckpt["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        torch.set_rng_state(ckpt["rng"]["cpu"])
-        if device.type == "cuda" and ckpt["rng"]["cuda"] is not None:
-            torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
+        restore(ckpt, optimizers, device)
         say(f"resuming after step {run['step']}")
     if tc.compile or tc.cuda_graph:
         x, y = (a.to(device) for a in batch(splits[0], tc.seed, 0, tc.batch_size, tc.seq_len))
     if tc.compile:
         compile_model(model, x, y, dtype)
     with nullcontext() if rank() else claim(tc.out):
+        if ckpt and not rank() and Path(ckpt["path"]).stat().st_mtime_ns != ckpt["written"]:
+            raise UserError(f"another run has gone on with {ckpt['path']} since this one has read it; train.py --resume again goes on from there")
         # what is recorded has no name here: its memory is free again when training ends
         stopped = train(model, optimizers, run, tc, splits, device, dtype, record(model, x, y, dtype, tc.grad_accum) if tc.cuda_graph else None)
         if processes() > 1:
@@ -972,6 +990,10 @@ def exit_code(task, stopped="stopped", more_memory="take less at a time"):
             raise
         code = 1
     print(f"error: {message}", file=sys.stderr)
+    try:
+        print(end="", flush=True)                             # what stdout did not take, it would not take at exit either
+    except OSError:
+        nobody_reads()
     return code
 
 
