@@ -28,7 +28,8 @@ pairs, which are 64 tokens, the 7 before them and an idle one:
 Arguments that most functions have: `how` (How); `anchor`, where gradients are taken in a run that begins within a chunk, which is then of
 that one chunk (empty: at W); M0 (H, k, wide), where it is read `repeated` to (N, k, wide); empty for zero.
 With a `rule.dtype` products are in that precision, and so is what they multiply and what the gradient needs of it; but not those of gates, of
-Newton-Schulz and of advance_blocks, nor what goes from chunk to chunk, W and S and their gradients: there a keep of 0.999 would be 1 in bfloat16.
+Newton-Schulz and what it sees, and of advance_blocks, nor what goes from chunk to chunk, W and S and their gradients: there a keep of 0.999 would
+be 1 in bfloat16.
 `kept` collects what the gradient needs. The order: a chunk's products; chunks without Newton-Schulz, and with; many of them at a time; and
 in the second half all gradients.
 """
@@ -382,7 +383,9 @@ def momentum_of_blocks(how, part, pairs, fast):
     """
     rows, G = [], part.G.mT.contiguous()[..., None]
     for i, (x, d) in enumerate(unpacked_pairs(how.rule, pairs)):
-        s = memory.cast(write(x, d, G, how.tall[i]), G.dtype).unflatten(1, (G.shape[2], -1))     # all rows in one product
+        x, d = memory.cast(x, G.dtype), memory.cast(d, G.dtype)
+        with exact(how.rule, G.device):                       # rounded, S has no rank below its full one, and Newton-Schulz makes much of the rest
+            s = write(x, d, G, how.tall[i]).unflatten(1, (G.shape[2], -1))       # all rows in one product
         if fast.S:
             s.addcmul_(part.momprod[..., None], fast.S[i][:, None])              # Eq 33
         if fast.sums and how.pos:

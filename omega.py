@@ -423,7 +423,7 @@ def omega(rule, phi, q, k, v, gates, state):
     """The rule of the module docstring, chunk-parallel; arguments and returns of `omega_ref`, any length, any state.
 
     With a `rule.dtype` all products of tokens and pairs, and what the gradient needs of them, are in that precision. W, S, M0, the products of
-    gates, Newton-Schulz and sums over chunks are not.
+    gates, Newton-Schulz with what it sees, and sums over chunks are not.
     ValueError for `exp` features with Newton-Schulz: the memory is known by its coefficients alone, the weights it would see are infinite;
     for a state and gates of which one has momentum; and for a rule.dtype that is not half of float32 fast weights.
     """
