@@ -98,6 +98,8 @@ class Config:
         check(self)
         if self.dropout >= 1:
             raise ValueError(f"--dropout must be below 1, not {self.dropout}")
+        if 0 < self.max_norm < 1e-30:
+            raise ValueError(f"--max-norm {self.max_norm} is too small to divide by; 0 is for no bound")
         if not self.head_dim:
             if self.n_embd % self.n_head:
                 raise ValueError(f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}, or give --head-dim")
