@@ -263,16 +263,23 @@ def load_checkpoint(path):
     return dict(ckpt, path=str(path), written=written)
 
 
+@contextmanager
+def taken_from(ckpt, remedy=""):
+    """Within, what cannot be made of a checkpoint becomes one line."""
+    try:
+        yield
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as fault:
+        if out_of_memory(fault):
+            raise
+        raise UserError(f"{ckpt['path']} does not fit this version: {first_line(fault)}{remedy}") from None
+
+
 def rebuild(ckpt):
     """The model and the tokenizer of a checkpoint."""
     tokenizer = tokenizer_from_state(ckpt["tokenizer"])
-    try:
+    with taken_from(ckpt):
         model = LM(Config(**ckpt["config"]))
         model.load_state_dict(ckpt["model"])
-    except (TypeError, ValueError, AttributeError, RuntimeError) as fault:
-        if out_of_memory(fault):
-            raise
-        raise UserError(f"{ckpt['path']} does not fit this version: {first_line(fault)}") from None
     if tokenizer.vocab_size != model.config.vocab_size:
         raise UserError(f"{ckpt['path']} contradicts itself: {tokenizer.vocab_size} tokens in its tokenizer, "
                         f"{model.config.vocab_size} in its model")
@@ -281,16 +288,12 @@ def rebuild(ckpt):
 
 def restore(ckpt, optimizers, device):
     """The optimizers' state and the random numbers of a checkpoint."""
-    try:
+    with taken_from(ckpt, "; --init begins a new run with its weights"):
         for optimizer, state in zip(optimizers, ckpt["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         torch.set_rng_state(ckpt["rng"]["cpu"])
         if device.type == "cuda" and ckpt["rng"]["cuda"] is not None:
             torch.cuda.set_rng_state(ckpt["rng"]["cuda"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as fault:
-        if out_of_memory(fault):
-            raise
-        raise UserError(f"{ckpt['path']} does not fit this version: {first_line(fault)}; --init begins a new run with its weights") from None
 
 
 def begin(config, origin):
