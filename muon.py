@@ -217,9 +217,8 @@ def all_times(R, stacks):
 
 
 def runs(steps):
-    """How many steps there are on each Gram matrix. A shorter run comes first: at the end, a gradient would have several times the rounding."""
-    over = steps % AT_MOST
-    return [over] * (over > 0) + [AT_MOST] * (steps // AT_MOST)
+    """How many steps there are on each Gram matrix."""
+    return [min(AT_MOST, steps - first) for first in range(0, steps, AT_MOST)]
 
 
 def iterate_on_gram(stacks, steps, a, b, c):
