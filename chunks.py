@@ -28,8 +28,8 @@ pairs, which are 64 tokens, the 7 before them and an idle one:
 Arguments that most functions have: `how` (How); `anchor`, where gradients are taken in a run that begins within a chunk, which is then of
 that one chunk (empty: at W); M0 (H, k, wide), where it is read `repeated` to (N, k, wide); empty for zero.
 With a `rule.dtype` products are in that precision, and so is what they multiply and what the gradient needs of it; but not those of gates, of
-Newton-Schulz and what it sees, and of advance_blocks, nor what goes from chunk to chunk, W and S and their gradients: there a keep of 0.999 would
-be 1 in bfloat16.
+Newton-Schulz, of what it sees (those of the gradient of that are) and of advance_blocks, nor what goes from chunk to chunk, W and S and their
+gradients: there a keep of 0.999 would be 1 in bfloat16.
 `kept` collects what the gradient needs. The order: a chunk's products; chunks without Newton-Schulz, and with; many of them at a time; and
 in the second half all gradients.
 """
@@ -381,10 +381,10 @@ def momentum_of_blocks(how, part, pairs, fast):
     """The S_t of a chunk, summed over each of its blocks, with what an earlier part of the chunk had of the first (N, blocks, k, wide) of each
     matrix; its last S_t, or [] without momentum.
     """
-    rows, G = [], part.G.mT.contiguous()[..., None]
+    rows, G = [], part.G.mT.contiguous()[..., None]           # (N, n, r, 1)
     for i, (x, d) in enumerate(unpacked_pairs(how.rule, pairs)):
         x, d = memory.cast(x, G.dtype), memory.cast(d, G.dtype)
-        with exact(how.rule, G.device):                       # rounded, S has no rank below its full one, and Newton-Schulz makes much of the rest
+        with exact(how.rule, G.device):                       # rounded, an S of low rank has a full one: Newton-Schulz multiplies what should be 0
             s = write(x, d, G, how.tall[i]).unflatten(1, (G.shape[2], -1))       # all rows in one product
         if fast.S:
             s.addcmul_(part.momprod[..., None], fast.S[i][:, None])              # Eq 33

@@ -153,7 +153,7 @@ def settings(given, ckpt=None, origin=None):
         train, config = dict(ckpt["train"]), ckpt["config"]
         given = {n: v for n, v in given.items() if (n, v) not in (("size", "auto"), ("head_dim", 0))}      # decided when the run began
         for name, value in given.items():
-            old = {**defaults, **train, **config}[name]       # a flag that this version has anew was as it is without it
+            old = {**defaults, **train, **config}[name]       # an older version did not save all of them
             if name not in FREE and old != value:
                 raise UserError(f"--resume: {flag(name)} is {old!r} in {ckpt['path']}, but {value!r} was given; drop the "
                                 "flag, or start a new run without --resume")
