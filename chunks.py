@@ -199,11 +199,6 @@ def ball_factors(rule, W, tall, count):
     return turn(torch.cat([f.expand(-1, 1, w.shape[-1]) for f, w in zip(factors, parts)], -1), tall)
 
 
-def firsts(rule):
-    """How many matrices of the memory read x itself."""
-    return 2 if rule.memory == "gated" else 1
-
-
 def nth_or_none(group, i):
     return group[i] if group else None
 
@@ -236,7 +231,7 @@ def learn_chunk(how, part, M0, C, anchor, after):
         if C:
             carry(end, C[i], part.ends, part.across)
         if closes and rule.ball:
-            balls.append(ball_factors(rule, end[:, 0], tall[i], 1 if i else firsts(rule)))
+            balls.append(ball_factors(rule, end[:, 0], tall[i], 1 if i else memory.firsts(rule.memory)))
             end[:, 0].mul_(balls[i])
         if rule.dtype:
             after[i].copy_(end)
@@ -316,7 +311,7 @@ def plain_run(rule, state, parts, B):
         anchor = []
     how = How(rule, tall, (state.pos + c) % rule.chunk == 0)
     z, C = run(plain_chunks, plain_chunks_backward, how, parts, M0, C, anchor)
-    back = lambda j: memory.unpack(unlay([a[:, j] for a in C], tall, B), firsts(rule))
+    back = lambda j: memory.unpack(unlay([a[:, j] for a in C], tall, B), memory.firsts(rule.memory))
     return z, advance(rule, state, back(0), back(1) if state.S else (), count * c)
 
 
@@ -328,14 +323,6 @@ def padding(pos, length, every):
     taken as it is.
     """
     return (pos, -(pos + length) % every) if pos + length > every else (0, 0)
-
-
-def unpacked_pairs(rule, pairs):
-    """The pairs of packed matrices -> those of each matrix, which Newton-Schulz sees by itself."""
-    if rule.memory != "gated":
-        return pairs
-    (x, d), last = pairs
-    return [*((x, half) for half in d.chunk(2, -1)), last]
 
 
 def in_blocks(a, blocks, front, back):
@@ -382,7 +369,7 @@ def momentum_of_blocks(how, part, pairs, fast):
     matrix; its last S_t, or [] without momentum.
     """
     rows, G = [], part.G.mT.contiguous()[..., None]           # (N, n, r, 1)
-    for i, (x, d) in enumerate(unpacked_pairs(how.rule, pairs)):
+    for i, (x, d) in enumerate(memory.unpacked_pairs(how.rule.memory, pairs)):
         x, d = memory.cast(x, G.dtype), memory.cast(d, G.dtype)
         with exact(how.rule, G.device):                       # rounded, an S of low rank has a full one: Newton-Schulz multiplies what should be 0
             s = write(x, d, G, how.tall[i]).unflatten(1, (G.shape[2], -1))       # all rows in one product
@@ -458,7 +445,7 @@ def muon_read(how, C, coef, M0, xq):
 
     if rule.memory == "linear":
         return read(0, xq), None, *reads
-    z = torch.cat([read(0, xq), read(1, xq)], -1) if firsts(rule) == 2 else read(0, xq)
+    z = torch.cat([read(0, xq), read(1, xq)], -1) if memory.firsts(rule.memory) == 2 else read(0, xq)
     return read(-1, memory.hidden(rule.memory, z)), z, *reads
 
 
@@ -909,11 +896,11 @@ def plain_chunks_backward(how, parts, grads, kept, dy, dafter, M0, C, anchor):
 def muon_write_backward(how, G, pairs, drows):
     """The gradient of what pairs write to S -> that of G, of phi(k), of the last x, of each d (packed)."""
     (rule, tall, *_), dG, dx, da, dd = how, None, None, None, []
-    for i, (x, d) in enumerate(unpacked_pairs(rule, pairs)):
+    for i, (x, d) in enumerate(memory.unpacked_pairs(rule.memory, pairs)):
         dX, dD, more = write_backward(x, d, G, tall[i], drows[i].flatten(1, 2))
         dG = plus(dG, more)
         dd.append(dD)
-        if i < firsts(rule):
+        if i < memory.firsts(rule.memory):
             dx = plus(dx, dX)
         else:
             da = dX
@@ -972,7 +959,7 @@ def muon_learn_backward(how, part, learned, again, held, dheld, dfast):
         dmomprod = sum((d * s[:, None]).sum((-2, -1)) for d, s in zip(drows, S))
     dG, dx, da, dd = muon_write_backward(how, G, again.pairs, drows)
     dat, dz, dv = memory.gradients_backward(rule.memory, rule.loss, again, part.v, rule.norm, dd, da)
-    dat = [[(x, half)] for x, d in dat[0] for half in d.chunk(firsts(rule), -1)] + dat[1:]
+    dat = [[(x, half)] for x, d in dat[0] for half in d.chunk(memory.firsts(rule.memory), -1)] + dat[1:]
     dxk = memory.transposed_product(dz, again.W[0], part.xk, dx)
     named = dict(xk=dxk, v=dv, shares=dshares, G=dG.squeeze(-1).mT, momprod=dmomprod)
     return named, Fast(dW, dS, dbefore, dO), [memory.outer(group, t) for group, t in zip(dat, tall)]
@@ -993,7 +980,7 @@ def muon_read_backward(how, C, coef, M0, xq, z, reads, dy):
         dxq = read_backward(0, xq, dy)
     else:
         dz = memory.hidden_backward(rule.memory, z, read_backward(-1, memory.hidden(rule.memory, z), dy))
-        dxq = reduce(plus, [read_backward(i, xq, part) for i, part in enumerate(dz.chunk(firsts(rule), -1))])
+        dxq = reduce(plus, [read_backward(i, xq, part) for i, part in enumerate(dz.chunk(memory.firsts(rule.memory), -1))])
     return dC, reduce(plus, dcoef), dM0, dxq
 
 
@@ -1021,7 +1008,7 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
 
     dafter: that of W, S, sums, O at the end, or None.
     """
-    (rule, tall, closes, _), (W, S, sums, _) = how, fast
+    (rule, tall, closes, _), (W, S, *_) = how, fast
     k, kept, read, saved, learned, momentum = len(tall), iter(kept), [], [], [], parts.momprod is not None
     cuts = stretches(parts, W or M0, not W)
     sizes = 3, k, k if momentum else 0, k if closes and rule.ball else 0
@@ -1051,4 +1038,4 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
                 dfast = dfast._replace(W=[w.add_(d) for w, d in zip(dfast.W, dat)])
         del each                                              # to make room for the next stretch's
     dW, dS, dsums, dO = dfast
-    return dM0, dat if anchor else [], dW if W else [], dS, dsums if sums else [], dO
+    return dM0, dat if anchor else [], dW if W else [], dS, dsums, dO

@@ -473,7 +473,7 @@ class Tokens:
 def _token_file(path):
     """-> (n,) uint16 on the disk: of nanoGPT's files, which are ids and nothing else, or llm.c's, which begin with a header."""
     with _open(path) as file:
-        magic, version, n = [*np.fromfile(file, "<i4", 3), 0, 0, 0][:3]
+        magic, version, n = [*np.fromfile(file, "<i4", 3).tolist(), 0, 0, 0][:3]       # of Python: 2 n may be beyond 32 bits
     size, header = os.path.getsize(path), LLM_C_HEADER if magic == LLM_C else 0
     if magic == LLM_C_LLAMA:
         raise UserError(f"{path} holds llm.c's tokens of Llama 3, of 4 bytes each; take files of GPT-2's, of 2 bytes")

@@ -34,8 +34,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-# a new memory has one hidden layer, read by one matrix or, as in `gated`, two; it needs its lines in shapes, apply, hidden, hidden_backward,
-# gradients_again, with slope and curvature, and where else its kind is asked for; and a case in test_all.EQUAL
+# a new memory has one hidden layer, read by one matrix or, as in `gated`, two; it needs its lines in shapes, apply, firsts, unpacked_pairs, hidden,
+# hidden_backward, gradients_again, bent, both and fold (slope and curvature), half of which raise nothing for a kind that they do not know; and a
+# case in test_all.EQUAL
 MEMORIES = ("linear", "mlp", "gated")
 # a new loss needs its lines in loss, error, error_backward, test_losses and test_all.EQUAL; a place in CURVED if the slope of its error is not
 # constant; and in `target` if its error does not depend on y. One that is no function of y - v, as a cross entropy, fits a linear memory alone
@@ -51,7 +52,8 @@ def shapes(kind, e, width, d):
 
 
 def apply(kind, W, x, r, norm=False):
-    """M(x; W): x (..., T, E), residual r (..., T, D) -> (..., T, D); `norm` divides by the RMS before the residual  (choice 11)."""
+    """M(x; W): x (..., T, E), residual r (..., T, D) -> (..., T, D); `norm` divides what a deep memory has by its RMS, before the residual
+    (choice 11). ValueError for an unknown kind."""
     if kind == "linear":
         f = x @ W[0]
     elif kind == "mlp":
@@ -123,6 +125,19 @@ def pack(W):
 def unpack(W, count):
     """The inverse of `pack`, for `count` matrices that read x."""
     return (*W[0].chunk(count, -1), *W[1:])
+
+
+def firsts(kind):
+    """How many matrices of the memory read x itself."""
+    return 2 if kind == "gated" else 1
+
+
+def unpacked_pairs(kind, pairs):
+    """The pairs of packed matrices (`gradients`) -> those of each matrix."""
+    if kind != "gated":
+        return pairs
+    (x, d), last = pairs
+    return [*((x, half) for half in d.chunk(2, -1)), last]
 
 
 def gradients(kind, loss_kind, W, x, v, norm):

@@ -65,7 +65,7 @@ class Config:
     persistent: int = opt(4, "learned tokens before the sequence, in mag, mal and mac")
     memory: str = opt("mlp", "the memory: a matrix, Eq 42, or Eq 43", choices=MEMORIES)
     expansion: int = opt(1, "hidden width of the memory, in head dims", low=1)
-    memory_norm: bool = opt(False, "a norm (RMS) inside the memory, before its residual")
+    memory_norm: bool = opt(False, "a norm (RMS) inside a deep memory, before its residual")
     loss: str = opt("l2", "inner loss (attentional bias)", choices=LOSSES)
     window: int = opt(8, "tokens the Omega rule looks back on (the paper's c); 1 is Titans", low=1)
     chunk: int = opt(64, "tokens that share one gradient point (the paper's b)", low=1)
@@ -117,12 +117,13 @@ class Config:
             raise ValueError(f"--degree must be at most 170, not {self.degree}: 1 / 171! is too small for a number")
         if self.features == "monomial" and not attention and features_dim("monomial", self.head_dim, self.degree) > 10**6:
             raise ValueError(f"--degree {self.degree} of --head-dim {self.head_dim} makes more than a million features; lower one of them")
-        if self.features == "sketch" and self.degree != 2:
+        if self.features == "sketch" and not attention and self.degree != 2:
             raise ValueError(f"--features sketch is of degree 2, not {self.degree}; take --features monomial")
-        if self.muon and self.features == "exp":
+        if self.muon and self.features == "exp" and not attention:
             raise ValueError("--features exp has no finite weights for Newton-Schulz; add --no-muon")
 
     def rule(self):
+        """The same for omega.py: `muon_every` is at most `chunk`, and 0 without Newton-Schulz."""
         return omega.Rule(
             memory=self.memory, loss=self.loss, window=self.window, chunk=self.chunk,
             muon_every=min(self.muon_every, self.chunk) if self.muon else 0, ns_steps=self.ns_steps,
@@ -184,7 +185,7 @@ def at_least_float32(x):
 
 
 class ShortConv(torch.autograd.Function):
-    """silu(z), z_t = sum_j taps[j] * x_{t-n+1+j}, channel by channel: (B, n - 1, C) before x (B, T, C), taps (n, C) -> (B, T, C).
+    """silu(z), z_t = sum over j = 0 .. n of taps[j] * x_{t-n+j}, channel by channel: (B, n, C) before x (B, T, C), taps (n + 1, C) -> (B, T, C).
 
     F.conv1d wants channels before tokens and takes twice as long on a CPU; autograd of these lines makes a padded copy for each tap,
     and keeps z, which is cheap to have again. A dozen passes over few tokens at a time stay in the cache; a GPU takes all at once.
@@ -287,7 +288,7 @@ class MemoryState(NamedTuple):
 class Memory(nn.Module):
     """The layer that learns at test time (Figure 3, right): projections, convolution, gates, the Omega rule, norm, output gate.
 
-    With `muon`, what a token writes is read from the next block of `muon_every` > 1 tokens on: a sequence of at most that many reads M0 alone,
+    With `muon`, what a token writes is read from the next block of `muon_every` > 1 tokens (at most `chunk`) on: a sequence of no more reads M0 alone,
     and its values get no gradient. For short sequences take muon=False, or a small muon_every.
     """
     conv_width = 4
@@ -298,7 +299,7 @@ class Memory(nn.Module):
         self.config, inner = c, H * c.head_dim
         self.qkv = nn.Linear(d, 3 * inner, bias=False)
         self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
-        self.n_gates = [1, 1, int(c.momentum), c.window if c.gate == "token" else 0]               # keep, step, momentum, gate
+        self.n_gates = [1, 1, int(c.momentum), c.window if c.gate == "token" else 0]               # keep (idle without), step, momentum, gate
         self.gates = nn.Linear(d, H * sum(self.n_gates))
         self.phi = Features(c.features, c.head_dim, c.degree, c.sketch_dim)
         hidden = c.expansion * c.head_dim
@@ -694,7 +695,8 @@ class LM(nn.Module):
         not grow (it does with full attention, and with exp features). Call eval() first where there is dropout.
 
         temperature 0 takes the most likely token; top_k 0 and top_p 1 are off. state: of a text before the tokens, from forward; it is not
-        changed, so many prompts can follow one text that was read once. ValueError for an empty prompt, and what is below 0.
+        changed, so many prompts can follow one text that was read once. ValueError, when the first token is asked for, for an empty prompt and for
+        a temperature, top_k or top_p below 0.
         """
         if not (temperature >= 0 and top_k >= 0 and top_p >= 0):
             raise ValueError(f"temperature, top_k and top_p are at least 0, not {temperature}, {top_k}, {top_p}")
@@ -716,8 +718,10 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     logits, order = (logits / max(temperature, 1e-30)).sort(descending=True)     # finite
     if top_k:
         logits[:, top_k:] = -torch.inf
-    probs, top_p = logits.softmax(-1), max(top_p, 1e-9)       # the likeliest always stays
-    probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)              # the token that crosses top_p stays
+    probs = logits.softmax(-1)
+    if top_p < 1:                                             # else rounding of the sum would leave out the unlikeliest tokens
+        # the token that crosses top_p stays, and the likeliest always
+        probs = probs.masked_fill(probs.cumsum(-1) - probs >= max(top_p, 1e-9), 0)
     return order.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
 
@@ -796,7 +800,8 @@ def properties(config):
     c = config
     if c.mixer == "attention":
         return [False, False, True, True, c.attn_window > 0]
-    return [c.keep, c.memory != "linear", c.features in ("monomial", "sketch", "exp"), c.muon, c.window > 1]
+    phi = c.features in ("sketch", "exp") or c.features == "monomial" and c.degree > 1
+    return [c.keep, c.memory != "linear", phi, c.muon, c.window > 1]
 
 
 def state_bytes(state):

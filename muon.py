@@ -29,7 +29,7 @@ AT_MOST = 3                                                   # steps on one Gra
 
 
 def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False, dtype=None):
-    """NS(S) as printed, on the short side, with autograd's own gradient; arguments and returns of `newton_schulz`."""
+    """NS(S) as printed, on the short side, with autograd's own gradient: `newton_schulz` of one stack, without its checks."""
     if S.shape[-2] > S.shape[-1]:
         return newton_schulz_ref(S.mT, steps, coefficients, straight_through, dtype).mT
     a, b, c = COEFFICIENTS[coefficients]
@@ -45,7 +45,7 @@ def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False, d
 def inverse_norm(S):
     """1 / |S|_F, and 0 for a zero matrix, which so stays zero and passes no gradient."""
     norm = torch.linalg.vector_norm(S, dim=(-2, -1), keepdim=True)
-    tiny = max(least_square(S) ** 0.5, 2 / torch.finfo(S.dtype).max)             # float16 has no 1 / |S| beyond that
+    tiny = max(least_square(S) ** 0.5, 2 / torch.finfo(S.dtype).max)             # below that float16 has no 1 / |S|
     return torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)
 
 
@@ -131,7 +131,7 @@ def orthogonalize_backward(stacks, saved, dX, steps, coefficients, straight_thro
     for same, on_gram in plan(stacks, straight_through, dtype, gram):
         some, more = [flat(stacks[i]) for i in same], [flat(dX[i]) for i in same]
         if on_gram:
-            dS = iterate_on_gram_backward(some, saved, more, steps, *COEFFICIENTS[coefficients])
+            dS = iterate_on_gram_backward(some, saved, more, steps, *COEFFICIENTS[coefficients][1:])
         else:
             dS = iterate_backward(*some, saved, *more, steps, *COEFFICIENTS[coefficients], straight_through)
         for i, d in zip(same, dS):
@@ -247,7 +247,7 @@ def iterate_on_gram(stacks, steps, a, b, c):
     return X, [scale, *saved]
 
 
-def iterate_on_gram_backward(stacks, saved, dX, steps, a, b, c):
+def iterate_on_gram_backward(stacks, saved, dX, steps, b, c):
     """From the last run of steps to the first: with X = R X_before, dX_before = R dX + (dG + dG^T) X_before, where G = X_before X_before^T
     gets its gradient through R.
 

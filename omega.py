@@ -1,6 +1,6 @@
 """omega.py - how the memory learns at test time: the Omega rule, decay, momentum and Newton-Schulz (ATLAS sections 3-5).
 
-For every weight matrix W of the memory (ATLAS Eq 9, 16, 32, 33; their signs and misprints: README, choices 3 - 6):
+For every weight matrix W of the memory (ATLAS Eq 9, 16, 32, 33; their signs and misprints: README, choices 3 - 6, 12):
 
     g_t = sum over i in (t - window, t] of gate[t, i] * grad_W l(M(phi(k_i)), v_i)   at the anchor, W at the last chunk boundary
     S_t = momentum_t * S_{t-1} + g_t
@@ -15,7 +15,7 @@ m tokens of a chunk, of the sum of the S_t of the block before it; m = 1 is the 
 `omega_ref` is this text, token by token, with gradients by autograd. `omega_chunk` is the same function as a handful of matrix
 products a chunk: at a fixed anchor a token's gradient is x^T d, so
 
-    W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i        P = -A diag(step) Theta Gate,  u = -A diag(step) momprod
+    W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i        P = -A diag(step) Theta Gate,  u = -A diag(step) momprod         Eq 16, 39
     r_t W_t = keepprod * (R W_0) + u * (R S_0) + (P o (R X^T)) D    for all rows r_t at once: attention with P for a softmax
 
 with A[t, n] = prod keep_{n+1..t}, Theta[t, n] = prod momentum_{n+1..t}; keepprod_t and momprod_t are the products from the chunk's first
@@ -65,7 +65,7 @@ class Rule(NamedTuple):
     norm: bool = False                                        # divide what mlp and gated answer by its RMS  (choice 11)
     ball: float = 0.0                                         # largest norm of a matrix of W at a chunk boundary; 0: none  (choice 22)
     ns_gram: bool = True                                      # Newton-Schulz on Gram matrices, where that pays and products are exact
-    dtype: torch.dtype | None = None                          # of the chunk form's products and of what they multiply; None: as the fast weights
+    dtype: torch.dtype | None = None                          # of the products of `omega` and of what they multiply; None: as the fast weights
 
     def newton_schulz(self):
         """The arguments of Newton-Schulz."""
@@ -122,6 +122,12 @@ def total(state):
     return tuple(a + b for a, b in zip(M0, state.W)) if M0 else state.W
 
 
+def check_momentum(gates, state):
+    """ValueError for a state and gates of which one has momentum."""
+    if bool(state.S) != (gates.momentum is not None):
+        raise ValueError(f"a state {'with' if state.S else 'without'} momentum does not go with gates {'without' if state.S else 'with'} it")
+
+
 def grown(W, rows):
     """Matrices with as many rows as given, the new ones zero: with `exp` features the first have one for every key (write_keys)."""
     return tuple(F.pad(w, (0, 0, 0, n - w.shape[-2])) if n > w.shape[-2] else w for w, n in zip(W, rows))
@@ -134,8 +140,9 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     """The rule of the module docstring, token by token; the gradient is autograd of the printed loss.
 
     q, k, v (B, H, T >= 1, D), gates and state as in their classes -> y (B, H, T, D), state. Slow: for reading and for tests.
-    ValueError for `exp` features, of which no phi(x) can be written out.
+    ValueError for `exp` features, of which no phi(x) can be written out, and for a state and gates of which one has momentum.
     """
+    check_momentum(gates, state)
     pos, n = state.pos, state.k.shape[2]
 
     def one(M0, before, xq, q, xs, ks, vs, gates):            # one sequence, one head
@@ -145,7 +152,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             return sum(w * memory.loss(rule.loss, M(W, xs[i], ks[i]), vs[i]) for w, i in zip(weights, pairs))
 
         def M(W, x, r):
-            W = tuple(a + b for a, b in zip(M0, W)) if M0 else W
+            W = tuple(a + b for a, b in zip(M0, W)) if M0 else W                 # choice 21: W is counted from M0
             return memory.apply(rule.memory, W, x, r, rule.norm)
 
         def NS(S):
@@ -164,7 +171,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
                 if (pos + t) % rule.chunk % rule.muon_every == 0:
                     O, sums = tuple(map(NS, sums or (0 * w for w in W))), ()
                 sums = tuple(a + s for a, s in zip(sums, S)) if sums else S
-            W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32, choices 4 and 5
+            W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32, choices 4, 5 and 21
             ys.append(M(W, xq[t], q[t]))                                         # choice 3: read after write
             if (pos + t + 1) % rule.chunk == 0:
                 W = rule.bound(W)                                                # choice 22
@@ -205,8 +212,9 @@ def band(gate):
 def omega_chunk(rule, phi, q, k, v, gates, state):
     """The same rule as a few matrix products a chunk: for reading, and for whoever writes a kernel. `omega` is the same, faster.
 
-    Arguments and returns of `omega_ref`, for whole chunks from a chunk boundary on (else ValueError); the gradient is autograd's.
+    Arguments, returns and errors of `omega_ref`, for whole chunks from a chunk boundary on (else ValueError); the gradient is autograd's.
     """
+    check_momentum(gates, state)
     if state.pos or q.shape[2] % rule.chunk:
         raise ValueError("omega_chunk takes whole chunks, from a chunk boundary on; omega takes any length")
     B, T, c, w, m = len(q), q.shape[2], rule.chunk, rule.window, rule.muon_every
@@ -225,13 +233,13 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
         Gate, cq, cxq = (heads(a[:, :, now]) for a in (gate, q, xq))             # (N, c, window), (N, c, D), phi(q) (N, c, E)
         anchor = memory.pack([a + b for a, b in zip(M0, W)])
         pairs, _ = memory.gradients(rule.memory, rule.loss, anchor, heads(xk[:, :, seen]), heads(targets[:, :, seen]), rule.norm)
-        pairs = chunks.unpacked_pairs(rule, pairs)            # x_i (N, n, in), d_i (N, n, out) of each matrix; all at the anchor, Eq 16
+        pairs = memory.unpacked_pairs(rule.memory, pairs)     # x_i (N, n, in), d_i (N, n, out) of each matrix; all at the anchor, Eq 16
 
         momprod, Theta = decay(log(mom[..., 0]))              # Eq 33, 39: S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
         G = Theta @ band(Gate)                                # (N, c, n); Eq 9 weighs pair i in step t by band(Gate)[t, i]
         written = lambda a, g: [a * s + x.mT @ (g[..., None] * d) for s, (x, d) in zip(S, pairs)]                 # a S_0 + sum_i g_i x_i^T d_i
         if not m:
-            keepprod, A = decay(log(keep[..., 0]))            # Eq 10, 12: W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
+            keepprod, A = decay(log(keep[..., 0]))            # Eq 16 of 10, 12: W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
             P, u = -(A * step.mT) @ G, -(A * step.mT) @ momprod                  # (N, c, n), (N, c, 1)
             read = lambda i, rows: (rows @ M0[i] + keepprod * (rows @ W[i]) + u * (rows @ S[i])   # all r_t W_t at once:
                                     + (P * (rows @ pairs[i][0].mT)) @ pairs[i][1])                # attention, with P for a softmax
@@ -258,7 +266,7 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
 def answer(rule, x, r, read):
     """memory.apply, where read(i, rows) is what rows read of the i-th matrix."""
     if rule.memory != "linear":                               # Eq 42, 43
-        x = memory.hidden(rule.memory, torch.cat([read(i, x) for i in range(chunks.firsts(rule))], -1))
+        x = memory.hidden(rule.memory, torch.cat([read(i, x) for i in range(memory.firsts(rule.memory))], -1))
     return memory.output(rule.memory, read(-1, x), r, rule.norm)
 
 
@@ -371,7 +379,7 @@ def plain_mixing(gates):
     """The rule itself, run on what multiplies W_0, S_0 and each x_i^T d_i instead of on matrices.
 
         G_t = momentum_t * G_{t-1} + Gate_t,   momprod_t            S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i         Eq 33, 39
-        P_t = keep_t * P_{t-1} - step_t * G_t,   keepprod_t, u_t    W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
+        P_t = keep_t * P_{t-1} - step_t * G_t,   keepprod_t, u_t    W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i           Eq 16
 
     u_t runs as P_t, with momprod_t in the place of G_t.
     """
@@ -429,8 +437,7 @@ def omega(rule, phi, q, k, v, gates, state):
     """
     if phi.kind == "exp" and rule.muon_every:
         raise ValueError("exp features have no finite weights for Newton-Schulz; take muon_every = 0")
-    if bool(state.S) != (gates.momentum is not None):
-        raise ValueError(f"a state {'with' if state.S else 'without'} momentum does not go with gates {'without' if state.S else 'with'} it")
+    check_momentum(gates, state)
     if rule.dtype and not rule.dtype.itemsize < state.W[0].dtype.itemsize == 4:
         raise ValueError(f"{rule.dtype} for the memory's products needs fast weights in float32, not in {state.W[0].dtype}")
     T, wide = q.shape[2], phi.out_dim                         # E, the numbers phi makes of a token in one head
@@ -564,7 +571,7 @@ def write_keys(rule, state, q, k, ks):
     """
     keys = torch.cat([state.keys, k], 2)
     width, (*_, last) = q.shape[-1] + keys.shape[2], state.W
-    rows = [width] * chunks.firsts(rule) + [last.shape[-2]]
+    rows = [width] * memory.firsts(rule.memory) + [last.shape[-2]]
     state = state._replace(keys=keys, **{name: grown(getattr(state, name), rows) for name in ("M0", "W", "S", "anchor")})
     hot = torch.eye(ks.shape[2], dtype=q.dtype, device=q.device)
     hot = F.pad(hot, (width - ks.shape[2], 0))                # the last columns belong to the last keys; missing ones write nothing

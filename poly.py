@@ -134,14 +134,17 @@ def blocks(n, factors):
 class Features(nn.Module):
     """phi, applied to the last dimension: (..., n, D) -> (..., n, E). `inner(x, y)` gives phi(x) phi(y)^T, by the kernel where there is one.
 
-    kind     one of FEATURES                          degree      p, for monomial and elementwise
-    sketch_dim  features of the degree-2 sketch       seed        of the sketch's fixed random matrices
+    kind     one of FEATURES                          degree      p >= 1, for monomial and elementwise
+    sketch_dim  features of the degree-2 sketch       seed        of the sketch's fixed random matrices, the same in every layer
+    ValueError for an unknown kind, and for a degree below 1.
     """
 
     def __init__(self, kind, dim, degree=2, sketch_dim=0, seed=0):
         super().__init__()
         if kind not in FEATURES:
             raise ValueError(f"unknown features {kind!r}; choose one of {', '.join(FEATURES)}")
+        if degree < 1:
+            raise ValueError(f"the degree of features is at least 1, not {degree}")
         self.kind, self.dim, self.degree = kind, dim, degree
         self.out_dim = features_dim(kind, dim, degree, sketch_dim)
         if kind in ("elementwise", "monomial", "sketch"):

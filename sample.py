@@ -5,7 +5,7 @@ constant size (except with full attention or exp features), so a new token costs
     python sample.py --ckpt runs/a/best.pt --prompt-file letter.txt --temperature 0.7 --top-p 0.9 --num 3
     cat letter.txt | python sample.py --prompt - --stop "THE END"
 
-The text goes to stdout as it is generated, everything else to stderr.
+The texts go to stdout as they are generated, a line of dashes between two of them; everything else to stderr.
 """
 import sys
 

@@ -490,6 +490,7 @@ def cpu_quota(root="/sys/fs/cgroup"):
 
 
 def peak_memory(device):
+    """The most memory that this program has held so far, as words for a line."""
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB on the GPU"
     with suppress(OSError, StopIteration):                    # Linux, where getrusage would also tell of the program that started this one
