@@ -2,7 +2,7 @@
 
 The mathematics comes first: every fast path against its definition, every definition against a formula written here, in
 float64. Then data, training and sampling as programs, benchmark and evaluation. Each docstring names the failure that the
-test guards against, and `python test_all.py --mutants` shows for half of them that it does: it breaks a copy of the project on
+test guards against, and `python test_all.py --mutants` shows for more than half of them that it does: it breaks a copy of the project on
 purpose, one way at a time, and runs the test that should notice.
 """
 import argparse
