@@ -282,6 +282,7 @@ def sweeps(bench, width):
     yield "window", long, {}, [1, 4, 16, 64][few]
     yield "degree", long, polynomial, [1, 2, 3][few]
     yield "muon_every", brief, dict(muon=True), [64, 16, 4, 1][few]
+    yield "momentum", brief, dict(muon=True, muon_every=1), [True, False]
 
 
 def sweep(bench, batch, width, knob, T, differences, values, seconds):
@@ -293,7 +294,8 @@ def sweep(bench, batch, width, knob, T, differences, values, seconds):
         peak = peak_bytes(runs[value], bench.device)
         cell = bench.keep("layer", f"{knob} {value}", t, batch * T, T=T, what="both", bytes=peak)
         rows.append([value, cell, MiB(peak)])
-    table(f"layer: {knob} (forward + backward, T {T}, all else as in WORK)", [knob, "tokens/s", "extra MiB"], rows)
+    also = "".join(f"{name} {value}, " for name, value in differences.items())
+    table(f"layer: {knob} (forward + backward, T {T}, {also}all else as in WORK)", [knob, "tokens/s", "extra MiB"], rows)
 
 
 # ---- rule
@@ -316,8 +318,12 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     c, sizes = min(rule.chunk, T), memory.shapes(rule.memory, E, hidden, D)
     n, weights, deep = c + rule.window - 1, sum(a * b for a, b in sizes), rule.memory != "linear"
     flops = 2 * n * weights + deep * 2 * n * hidden * D                          # errors: through the memory and back
-    spared = 0
-    if rule.muon_every:
+    spared, w = 0, rule.window
+    if rule.muon_every == 1 and not momentum and rule.ns_gram and w <= min(min(s) for s in sizes):               # omega.pairs_chunk
+        per_pair = sum(w * (2 * a + 4 * b) + (5 * rule.ns_steps - 3) * 2 * w * w for a, b in sizes)              # X X^T, D D^T, K, K D
+        flops += c * w * (per_pair + sum(2 * c * b + 2 * a * b for a, b in sizes))                               # what is read of E; X^T E
+        flops += sum(2 * c * a * (n + b) for a, b in sizes)                      # R X^T; reads of W
+    elif rule.muon_every:
         blocks = -(-c // rule.muon_every)
         flops += 2 * (blocks + momentum) * n * weights                           # the sum of S of each block, and the last S
         ns = sum(ns_flops(a, b, rule.ns_steps, rule.ns_gram) for a, b in sizes)

@@ -45,16 +45,15 @@ def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False, d
 def inverse_norm(S):
     """1 / |S|_F, and 0 for a zero matrix, which so stays zero and passes no gradient."""
     norm = torch.linalg.vector_norm(S, dim=(-2, -1), keepdim=True)
-    tiny = max(least_square(S) ** 0.5, 2 / torch.finfo(S.dtype).max)             # below that float16 has no 1 / |S|
+    tiny = max(least_square(S.dtype, S.shape[-2:].numel()) ** 0.5, 2 / torch.finfo(S.dtype).max)             # below that float16 has no 1 / |S|
     return torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)
 
 
-def least_square(*stacks):
+def least_square(dtype, entries):
     """The least |S|^2 that does not count as zero: 1000 times the smallest normal number an entry, so that squares which underflow, or are
     flushed to zero, are no noticeable part of the sum. (bfloat16 and float16 are summed in float32.)
     """
-    tiny = torch.finfo(torch.promote_types(stacks[0].dtype, torch.float32)).tiny
-    return 1e3 * tiny * max(S.shape[-2:].numel() for S in stacks)
+    return 1e3 * torch.finfo(torch.promote_types(dtype, torch.float32)).tiny * entries
 
 
 def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype=None):
@@ -231,7 +230,7 @@ def iterate_on_gram(stacks, steps, a, b, c):
         G, R, Gs, Qs = torch.cat([inner(x, x) for x in X]), None, [], []
         if not run:
             square = G.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]         # |S|^2
-            tiny = least_square(*stacks)
+            tiny = least_square(G.dtype, max(S.shape[-2:].numel() for S in stacks))
             scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)                # 1 / |S|
             G = G * scale.square()
         for i in range(n):
@@ -295,3 +294,28 @@ def factor(G, a, b, c):
 def doubled(A):
     """Twice the symmetric part."""
     return A + A.mT
+
+
+def newton_schulz_of_pairs(X, D, steps=5, coefficients="muon"):
+    """NS of S = X^T D, a sum of w pairs, by way of w x w matrices: X (N, w, m), D (N, w, n) -> E (N, w, n) with NS(S) = X^T E.
+
+    Every iterate is X^T K D with a K that begins at 1 / |S|:
+
+        |S|^2 = sum of (X X^T) o (D D^T),   then `steps` times   B = K (D D^T) K^T (X X^T),   K <- a K + (b B + c B^2) K
+
+    All of these commute, and it could be said with fewer products, of powers of one matrix; but that is not symmetric, and its rounding would
+    grow a millionfold. So each step looks at what the one before it has made. (|S| is wrong where pairs cancel to a thousandth of their
+    sum.) Zero and errors as in `newton_schulz`; the gradient is autograd's.
+    """
+    a, b, c = COEFFICIENTS[coefficients]
+    G, H = torch.bmm(X, X.mT), torch.bmm(D, D.mT)
+    square, tiny = (G * H).sum((-2, -1), keepdim=True), least_square(G.dtype, X.shape[-1] * D.shape[-1])
+    scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)        # 1 / |S|
+    KH, KG, one = scale * H, scale * G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    for i in range(steps):
+        if i:
+            KH, KG = torch.bmm(K, H), torch.bmm(K.mT, G)
+        B = torch.bmm(KH, KG)
+        P = with_product(B, B, B, b, c)
+        K = with_product(K, P, K, a) if i else scale * (a * one + P)
+    return torch.bmm(K, D)

@@ -47,7 +47,7 @@ from torch.func import grad, vmap
 import chunks
 import memory
 from memory import once_differentiable
-from muon import newton_schulz_ref
+from muon import exact_products, newton_schulz_of_pairs, newton_schulz_ref
 
 
 class Rule(NamedTuple):
@@ -364,11 +364,13 @@ def recur_band(factors, rows):
     return recur(factors, band(rows))
 
 
-def mixing(rule, gates, pos):
+def mixing(rule, gates, pos, few=False):
     """What depends on the gates alone, for chunks whose gates are (..., c) and (..., c, window): a dict of fields of chunks.Part.
 
-    With Newton-Schulz their first token is the pos-th of its block.
+    With Newton-Schulz their first token is the pos-th of its block; `few`: for pairs_run, where each token adds one matrix.
     """
+    if few:
+        return plain_mixing(gates._replace(gate=torch.ones_like(gates.gate[..., :1])))
     if rule.muon_every:
         return muon_mixing(gates, rule.muon_every, pos)
     mix = plain_mixing(gates)
@@ -473,7 +475,8 @@ def pieces(T, pos, chunk, numbers, device):
 def chunked(rule, phi, q, k, v, gates, state):
     """omega, of one piece, where products have the precision they are to have."""
     # idle pairs, of weight 0, in front: products with a multiple of 8 columns are faster (a chunk by 3 - 7 %)
-    T, idle = q.shape[2], -(rule.window - 1) % 8
+    few = by_pairs(rule, gates, state)
+    T, idle = q.shape[2], 0 if few else -(rule.window - 1) % 8
     w = rule.window + idle
     missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
     gates = gates._replace(gate=F.pad(gates.gate, (idle, 0)))
@@ -496,15 +499,69 @@ def chunked(rule, phi, q, k, v, gates, state):
         pairs = lambda a: by_chunk(Overlapping.apply(a[:, :, seen], length, length + w - 1))     # (chunks, N, n, ..)
         cq, ck, cv = tokens(low(q)), pairs(ks), pairs(targets)
         cxq, cxk = (features(rule, phi, cq), features(rule, phi, ck)) if xw is None else (tokens(xq), pairs(xk))
-        qk = low(phi.inner(cq, ck)) if phi.kind in ("monomial", "exp") and not rule.muon_every else None
+        qk = low(phi.inner(cq, ck)) if phi.kind in ("monomial", "exp") and (few or not rule.muon_every) else None
+        cgates = Gates(*(g if g is None else tokens(g) for g in gates))
         with chunks.exact(rule, q.device):                    # not in `mixing`: compiled, its gradient takes products in the autocast outside of it
-            mix = mixing(rule, Gates(*(g if g is None else tokens(g) for g in gates)), state.pos % max(1, rule.muon_every))
+            mix = mixing(rule, cgates, state.pos % max(1, rule.muon_every), few)
         parts = chunks.Part(cxq, cxk, cv, None if xw is None else pairs(xw), qk, **mix)
-        z, state = (chunks.muon_run if rule.muon_every else chunks.plain_run)(rule, state, parts, len(q))
+        if few:
+            z, state = pairs_run(rule, state, parts, cgates.gate, len(q))
+        else:
+            z, state = (chunks.muon_run if rule.muon_every else chunks.plain_run)(rule, state, parts, len(q))
         z = z.unflatten(1, (len(q), -1)).movedim(0, 2).flatten(2, 3)                              # (B, H, T, D)
         ys.append(memory.cast(memory.output(rule.memory, z, q[:, :, now], rule.norm), q.dtype))
         t = now.stop
     return torch.cat(ys, 2) if ys else torch.zeros_like(v), state._replace(M0=M0)                # the parameters, not what has grown
+
+
+def by_pairs(rule, gates, state):
+    """Is Newton-Schulz for every token, of sums of so few pairs that pairs_run is faster?"""
+    if rule.muon_every != 1 or gates.momentum is not None or rule.dtype or rule.ns_dtype or rule.straight_through:
+        return False
+    return rule.window <= min(min(w.shape[-2:]) for w in state.W) and rule.ns_gram and exact_products(gates.keep.device)
+
+
+def pairs_run(rule, state, parts, gate, B):
+    """Newton-Schulz for every token, without momentum (Eq 40 with S_t = g_t): arguments and returns of chunks.plain_run, and gate (chunks, N, c,
+    window). S_t is a sum of `window` pairs, and so is its Newton-Schulz (newton_schulz_of_pairs): no S_t and no O_t is formed.
+    """
+    heads = lambda group: [a.expand(B, *a.shape[-3:]).flatten(0, 1) for a in group]             # (B, H, ..) or (H, ..) -> (N, ..)
+    (count, N, c, _), zs = parts.xq.shape, []
+    W, M0, anchor = heads(state.W), heads(state.M0), heads(state.anchor if state.pos else ())
+    for part, g in zip(parts.split(), gate):
+        z, W = pairs_chunk(rule, part, g, M0, W, anchor or W)
+        zs.append(z)
+        if (state.pos + c) % rule.chunk == 0:
+            W = rule.bound(W)                                 # choice 22
+    return torch.stack(zs), chunks.advance(rule, state, tuple(w.unflatten(0, (B, -1)) for w in W), (), count * c)
+
+
+def pairs_chunk(rule, part, gate, M0, W, anchor):
+    """One chunk of pairs_run -> what is read of the last matrix (N, c, D), W after it. The gradient is autograd's.
+
+        O_t = NS(sum over j of gate[t, j] x_{t+j}^T d_{t+j}) = sum over j of x_{t+j}^T E[t, j]          pairs t .. t + window - 1 are token t's window
+        W_t = keepprod_t W_0 + sum over s of P[t, s] O_s,   P = -A diag(step)                           Eq 32
+        r_t W_t = keepprod_t r_t W_0 + sum over s, j of P[t, s] (r_t . x_{s+j}) E[s, j]                  attention once more
+    """
+    kind, w = rule.memory, gate.shape[-1]
+    windows = lambda a: Overlapping.apply(a[:, None], 1, w)[:, 0]                # (N, n, ..) -> (N, c, w, ..)
+    at = memory.pack([m + a for m, a in zip(M0, anchor)] if M0 else anchor)
+    pairs, _ = memory.gradients(kind, rule.loss, at, part.xk, part.v, rule.norm)                 # Eq 16: all at the anchor
+    xs, ds = zip(*memory.unpacked_pairs(kind, pairs))
+    X, D = [windows(x).flatten(0, 1) for x in xs], [(gate[..., None] * windows(d)).flatten(0, 1) for d in ds]
+    E = [newton_schulz_of_pairs(x, d, rule.ns_steps, rule.ns_coefficients).unflatten(0, gate.shape[:2]) for x, d in zip(X, D)]
+
+    def read(i, rows):
+        dots = part.qk if part.qk is not None and rows is part.xq else rows @ xs[i].mT           # (N, c, n)
+        weights = part.P.mT[:, :, None] * windows(dots.mT)                                       # (N, c of s, w, c of t)
+        y = part.coef[..., 0] * (rows @ W[i]) + weights.flatten(1, 2).mT @ E[i].flatten(1, 2)
+        return y + rows @ M0[i] if M0 else y
+
+    rows = part.xq
+    if kind != "linear":
+        rows = memory.hidden(kind, torch.cat([read(i, rows) for i in range(memory.firsts(kind))], -1))
+    written = [x.unflatten(0, gate.shape[:2]).flatten(1, 2).mT @ (part.last * e).flatten(1, 2) for x, e in zip(X, E)]
+    return read(-1, rows), [part.ends[..., 0] * a + b for a, b in zip(W, written)]
 
 
 def tail(a, first, T):
@@ -537,7 +594,7 @@ class Overlapping(torch.autograd.Function):
 
 
 # models.py adds what a block does with all tokens at once, and the loss
-COMPILED = [(sys.modules[__name__], "mixing")] + [(chunks, name) for name in (
+COMPILED = [(sys.modules[__name__], name) for name in ("mixing", "pairs_chunk")] + [(chunks, name) for name in (
     "learn_chunk", "learn_chunk_backward", "write_rest_backward", "read_chunks", "read_chunks_backward",
     "muon_learn", "muon_learn_backward", "muon_read", "muon_stretch_backward")]
 
