@@ -320,9 +320,8 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     flops = 2 * n * weights + deep * 2 * n * hidden * D                          # errors: through the memory and back
     spared, w = 0, rule.window
     if rule.muon_every == 1 and not momentum and rule.ns_gram and w <= min(min(s) for s in sizes):               # omega.pairs_chunk
-        per_pair = sum(w * (2 * a + 4 * b) + (5 * rule.ns_steps - 3) * 2 * w * w for a, b in sizes)              # X X^T, D D^T, K, K D
-        flops += c * w * (per_pair + sum(2 * c * b + 2 * a * b for a, b in sizes))                               # what is read of E; X^T E
-        flops += sum(2 * c * a * (n + b) for a, b in sizes)                      # R X^T; reads of W
+        flops += c * w * sum(4 * w * b + (5 * rule.ns_steps - 3) * 2 * w * w + 2 * c * b for _, b in sizes)      # D D^T, K D; K; what is read of E
+        flops += sum(2 * n * n * a + 2 * c * n * a + 2 * (c + n) * a * b for a, b in sizes)                      # X X^T; R X^T; reads of W; X^T E
     elif rule.muon_every:
         blocks = -(-c // rule.muon_every)
         flops += 2 * (blocks + momentum) * n * weights                           # the sum of S of each block, and the last S

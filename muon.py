@@ -296,20 +296,20 @@ def doubled(A):
     return A + A.mT
 
 
-def newton_schulz_of_pairs(X, D, steps=5, coefficients="muon"):
-    """NS of S = X^T D, a sum of w pairs, by way of w x w matrices: X (N, w, m), D (N, w, n) -> E (N, w, n) with NS(S) = X^T E.
+def newton_schulz_of_pairs(G, D, steps=5, coefficients="muon"):
+    """NS of S = X^T D, a sum of w pairs, by way of w x w matrices: G = X X^T (N, w, w), D (N, w, n) -> E (N, w, n) with NS(S) = X^T E.
 
     Every iterate is X^T K D with a K that begins at 1 / |S|:
 
-        |S|^2 = sum of (X X^T) o (D D^T),   then `steps` times   B = K (D D^T) K^T (X X^T),   K <- a K + (b B + c B^2) K
+        H = D D^T,   |S|^2 = sum of G o H,   then `steps` times   B = K H K^T G,   K <- a K + (b B + c B^2) K
 
     All of these commute, and it could be said with fewer products, of powers of one matrix; but that is not symmetric, and its rounding would
     grow a millionfold. So each step looks at what the one before it has made. (|S| is wrong where pairs cancel to a thousandth of their
     sum.) Zero and errors as in `newton_schulz`; the gradient is autograd's.
     """
     a, b, c = COEFFICIENTS[coefficients]
-    G, H = torch.bmm(X, X.mT), torch.bmm(D, D.mT)
-    square, tiny = (G * H).sum((-2, -1), keepdim=True), least_square(G.dtype, X.shape[-1] * D.shape[-1])
+    H = torch.bmm(D, D.mT)
+    square, tiny = (G * H).sum((-2, -1), keepdim=True), least_square(G.dtype, D.shape[-2:].numel())
     scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)        # 1 / |S|
     KH, KG, one = scale * H, scale * G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     for i in range(steps):

@@ -548,8 +548,8 @@ def pairs_chunk(rule, part, gate, M0, W, anchor):
     at = memory.pack([m + a for m, a in zip(M0, anchor)] if M0 else anchor)
     pairs, _ = memory.gradients(kind, rule.loss, at, part.xk, part.v, rule.norm)                 # Eq 16: all at the anchor
     xs, ds = zip(*memory.unpacked_pairs(kind, pairs))
-    X, D = [windows(x).flatten(0, 1) for x in xs], [(gate[..., None] * windows(d)).flatten(0, 1) for d in ds]
-    E = [newton_schulz_of_pairs(x, d, rule.ns_steps, rule.ns_coefficients).unflatten(0, gate.shape[:2]) for x, d in zip(X, D)]
+    of_window = lambda x, d: (Blocks.apply(x @ x.mT, w).flatten(0, 1), (gate[..., None] * windows(d)).flatten(0, 1))
+    E = [newton_schulz_of_pairs(*of_window(x, d), rule.ns_steps, rule.ns_coefficients).unflatten(0, gate.shape[:2]) for x, d in zip(xs, ds)]
 
     def read(i, rows):
         dots = part.qk if part.qk is not None and rows is part.xq else rows @ xs[i].mT           # (N, c, n)
@@ -560,8 +560,25 @@ def pairs_chunk(rule, part, gate, M0, W, anchor):
     rows = part.xq
     if kind != "linear":
         rows = memory.hidden(kind, torch.cat([read(i, rows) for i in range(memory.firsts(kind))], -1))
-    written = [x.unflatten(0, gate.shape[:2]).flatten(1, 2).mT @ (part.last * e).flatten(1, 2) for x, e in zip(X, E)]
-    return read(-1, rows), [part.ends[..., 0] * a + b for a, b in zip(W, written)]
+    by_pair = lambda e: sum(F.pad(row, (0, 0, j, w - 1 - j)) for j, row in enumerate(e.unbind(2)))             # (N, c, w, ..) -> (N, n, ..)
+    return read(-1, rows), [part.ends[..., 0] * a + x.mT @ by_pair(part.last * e) for a, x, e in zip(W, xs, E)]
+
+
+class Blocks(torch.autograd.Function):
+    """The w x w blocks along the diagonal of G (N, n, n) -> (N, c, w, w), n = c + w - 1: of X X^T, that of every window of w rows."""
+
+    @staticmethod
+    def forward(ctx, G, w):
+        N, n, _ = G.shape
+        return G.contiguous().as_strided((N, n - w + 1, w, w), (n * n, n + 1, n, 1)).clone()
+
+    @staticmethod
+    def backward(ctx, d):
+        N, c, w, _ = d.shape
+        dG = d.new_zeros(N, c + w - 1, c + w - 1)
+        for j, row in enumerate(d.unbind(2)):
+            dG[:, j: j + c] += band(row)
+        return dG, None
 
 
 def tail(a, first, T):

@@ -75,7 +75,9 @@ run() {
     exact) exact ;;
     every)                                                    # Newton-Schulz for every 16th token, and for every one, as the paper
         speed "$size atlas every 16" --model atlas --batch-size 1 --chunk 64 --muon-every 16 --remat --steps 6 --stop-after 5 --log-every 1
-        speed "$size atlas every 1" --model atlas --batch-size 1 --chunk 64 --muon-every 1 --remat --seq-len 256 --steps 4 --stop-after 3 --log-every 1 ;;
+        speed "$size atlas every 1" --model atlas --batch-size 1 --chunk 64 --muon-every 1 --remat --seq-len 256 --steps 4 --stop-after 3 --log-every 1
+        speed "$size atlas every 1, no momentum" --model atlas --batch-size 1 --chunk 64 --muon-every 1 --no-momentum --matmul highest --remat \
+            --steps 6 --stop-after 5 --log-every 1 ;;
     *) echo "error: no part $1" ;;
     esac
 }
