@@ -12,7 +12,7 @@ call, and where that pays (`plan`) on the small Gram matrix G = X X^T: a step mu
 
 All of R, Q, G are polynomials of the first G: symmetric, and they commute. But G squares the condition of X, and a step multiplies by a^2
 what rounding has left of its smallest eigenvalues; after AT_MOST steps G is taken from X again. (results/README.md: what five on one G cost
-a gradient in float32.)
+a gradient in float32.) `newton_schulz_of_pairs` is the same of a sum of few outer products.
 """
 from functools import lru_cache
 from itertools import islice
@@ -45,7 +45,7 @@ def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False, d
 def inverse_norm(S):
     """1 / |S|_F, and 0 for a zero matrix, which so stays zero and passes no gradient."""
     norm = torch.linalg.vector_norm(S, dim=(-2, -1), keepdim=True)
-    tiny = max(least_square(S.dtype, S.shape[-2:].numel()) ** 0.5, 2 / torch.finfo(S.dtype).max)             # below that float16 has no 1 / |S|
+    tiny = max(least_square(S.dtype, S.shape[-2:].numel()) ** 0.5, 2 / torch.finfo(S.dtype).max)     # below that float16 has no 1 / |S|
     return torch.where(norm > tiny, 1 / norm.clamp_min(tiny), 0)
 
 
@@ -303,9 +303,9 @@ def newton_schulz_of_pairs(G, D, steps=5, coefficients="muon"):
 
         H = D D^T,   |S|^2 = sum of G o H,   then `steps` times   B = K H K^T G,   K <- a K + (b B + c B^2) K
 
-    All of these commute, and it could be said with fewer products, of powers of one matrix; but that is not symmetric, and its rounding would
-    grow a millionfold. So each step looks at what the one before it has made. (|S| is wrong where pairs cancel to a thousandth of their
-    sum.) Zero and errors as in `newton_schulz`; the gradient is autograd's.
+    All of these commute, so fewer products would do, on powers of H G; but that is not symmetric, and its rounding would grow a millionfold. So
+    each step looks at what the one before it has made. (Where pairs cancel to a thousandth of each, |S| is not exact.) Zero is what has an
+    |S|^2 below `least_square`; the gradient is autograd's.
     """
     a, b, c = COEFFICIENTS[coefficients]
     H = torch.bmm(D, D.mT)

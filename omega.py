@@ -22,7 +22,8 @@ with A[t, n] = prod keep_{n+1..t}, Theta[t, n] = prod momentum_{n+1..t}; keeppro
 token to t, W_0 and S_0 one matrix and its momentum before the chunk (not W[0], the first matrix of a memory, nor M0, where a text began),
 r_t, x_i and d_i the rows of R, X and D (in this formula alone not the head dim), and o multiplies elementwise; gate[t, i] weighs pair i in
 step t, which the tensor `gate` has at [t, window - 1 - (t - i)]. No per-token weight is formed. With Newton-Schulz one W and one sum of S_t
-are, for each block of m tokens, and r_t W_t is two products: with that block's W_j and its O_j, the NS of the sum before it.
+are, for each block of m tokens, and r_t W_t is two products: with that block's W_j and its O_j, the NS of the sum before it. Where m = 1 and there
+is no momentum S_t is a sum of `window` pairs x^T d, and its NS is one as well: attention again (`pairs_chunk`).
 
 P for c = 3, window = 2, no momentum, and a pair 0 from before the chunk (k, s, g for keep, step, gate): each row is the one above times
 keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and once more at token 3, has faded once by then:
