@@ -304,12 +304,14 @@ def newton_schulz_of_pairs(G, D, steps=5, coefficients="muon"):
         H = D D^T,   |S|^2 = sum of G o H,   then `steps` times   B = K H K^T G,   K <- a K + (b B + c B^2) K
 
     All of these commute, so fewer products would do, on powers of H G; but that is not symmetric, and its rounding would grow a millionfold. So
-    each step looks at what the one before it has made. (Where pairs cancel to a thousandth of each, |S| is not exact.) Zero is what has an
-    |S|^2 below `least_square`; the gradient is autograd's.
+    each step looks at what the one before it has made. Where pairs cancel rounding grows, too, with the square of how far: G and D should be in
+    float64, and an S below a thousandth of its pairs counts as one of that norm, which gives less than NS(S). Zero is what has an |S|^2 below
+    `least_square`; the gradient is autograd's.
     """
     a, b, c = COEFFICIENTS[coefficients]
     H = torch.bmm(D, D.mT)
     square, tiny = (G * H).sum((-2, -1), keepdim=True), least_square(G.dtype, D.shape[-2:].numel())
+    square = square.maximum(1e-6 * (G * H).diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None])
     scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)        # 1 / |S|
     KH, KG, one = scale * H, scale * G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     for i in range(steps):

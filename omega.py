@@ -519,7 +519,8 @@ def by_pairs(rule, gates, state):
     """Is Newton-Schulz for every token, of sums of so few pairs that pairs_run is faster?"""
     if rule.muon_every != 1 or gates.momentum is not None or rule.dtype or rule.ns_dtype or rule.straight_through:
         return False
-    return rule.window <= min(min(w.shape[-2:]) for w in state.W) and rule.ns_gram and exact_products(gates.keep.device)
+    few = 4 * rule.window <= 3 * min(min(w.shape[-2:]) for w in state.W)
+    return few and rule.ns_gram and exact_products(gates.keep.device) and gates.keep.device.type != "mps"      # which has no float64
 
 
 def pairs_run(rule, state, parts, gate, B):
@@ -549,8 +550,11 @@ def pairs_chunk(rule, part, gate, M0, W, anchor):
     at = memory.pack([m + a for m, a in zip(M0, anchor)] if M0 else anchor)
     pairs, _ = memory.gradients(kind, rule.loss, at, part.xk, part.v, rule.norm)                 # Eq 16: all at the anchor
     xs, ds = zip(*memory.unpacked_pairs(kind, pairs))
-    of_window = lambda x, d: (Blocks.apply(x @ x.mT, w).flatten(0, 1), (gate[..., None] * windows(d)).flatten(0, 1))
-    E = [newton_schulz_of_pairs(*of_window(x, d), rule.ns_steps, rule.ns_coefficients).unflatten(0, gate.shape[:2]) for x, d in zip(xs, ds)]
+    E = []
+    for x, d in zip(xs, ds):
+        G, D = Blocks.apply(x.double() @ x.double().mT, w), gate[..., None].double() * windows(d)
+        e = newton_schulz_of_pairs(G.flatten(0, 1), D.flatten(0, 1), rule.ns_steps, rule.ns_coefficients)
+        E.append(e.view(D.shape).to(x.dtype))
 
     def read(i, rows):
         dots = part.qk if part.qk is not None and rows is part.xq else rows @ xs[i].mT           # (N, c, n)

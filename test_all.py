@@ -546,9 +546,9 @@ EQUAL = {                         # memory, loss, window, chunk, momentum, muon_
     "atlas, window > chunk":     ("gated",  "dot",  12,  4, True,  1,  9, 2, "none"),
     "atlas, no momentum":        ("mlp",    "l2",    5,  8, False, 4, 13, 3, "none"),
     "atlas, no momentum, long":  ("mlp",    "l2",    3,  4, False, 2, 12, 0, "none"),
-    "atlas, by pairs":           ("mlp",    "l2",    3,  8, False, 1, 21, 3, "monomial"),
+    "atlas, by pairs":           ("mlp",    "l2",    2,  8, False, 1, 21, 3, "monomial"),
     "atlas, by pairs, gated":   ("gated",  "huber", 2,  8, False, 1, 13, 0, "none, from M0, norm"),
-    "atlas, by pairs, linear":  ("linear", "dot",   3,  1, False, 1,  5, 2, "none, six steps"),
+    "atlas, by pairs, linear":  ("linear", "dot",   2,  1, False, 1,  5, 2, "none, six steps"),
     "atlas, many pairs":        ("mlp",    "l2",    5,  8, False, 1, 13, 3, "monomial"),
     "atlas, T = 1, mid-block":   ("mlp",    "l2",    3,  8, True,  4,  1, 6, "none"),
     "atlas, six steps":          ("mlp",    "l2",    3,  8, True,  4, 10, 3, "none, six steps"),
@@ -646,6 +646,38 @@ def test_ns_of_pairs(w, m, n):
             close(a, b)
     E = muon.newton_schulz_of_pairs(X @ X.mT, 0 * D)
     assert not E.any() and not any(g.any() for g in torch.autograd.grad(E.sum(), (X, D)))
+
+
+def test_ns_of_pairs_that_cancel():
+    """In float64, of pairs in float32, it is as exact as the sum itself in float32 until that is a thousandth of them, and no larger than any other
+    below that: one that is divided by too small an |S| ends in NaN.
+    """
+    torch.manual_seed(0)
+    for much in (0.1, 0.01, 1e-4, 0):
+        D = torch.randn(500, 8, 16)
+        X = F.normalize(torch.randn(500, 1, 24), dim=-1) + much * torch.randn(500, 8, 24) / 5
+        D = (D - D.mean(1, keepdim=True)).double().requires_grad_()
+        X = X.double().requires_grad_()
+        O = X.mT @ muon.newton_schulz_of_pairs(X @ X.mT, D)
+        assert all(g.isfinite().all() for g in torch.autograd.grad(O.square().sum(), (X, D)))
+        assert torch.linalg.matrix_norm(O).max() < 1.25 * 8**0.5
+        if much >= 0.01:
+            exact = newton_schulz_ref(X.mT @ D)
+            assert (O - exact).norm() < 1e-6 * exact.norm()
+
+
+def test_pairs_go_in_float64():
+    """Keys that are alike with values that take turns, in float32: rounding of their inner products would be what is written."""
+    phi, T = Features("none", 16), 32
+    q = F.normalize(torch.randn(1, 1, 1, 16) + 0.003 * torch.randn(1, 1, T, 16), dim=-1)
+    v = torch.randn(1, 1, 1, 16) * torch.tensor([1.0, -1.0]).repeat(T // 2)[:, None] + 0.003 * torch.randn(1, 1, T, 16)
+    gates = Gates(torch.full((1, 1, T), 0.9), torch.full((1, 1, T), 0.1), None, torch.ones(1, 1, T, 8))
+    rule = Rule("linear", "dot", 8, 16, 1)
+    M0 = [torch.randn(1, 16, 16)]
+    double = lambda a: None if a is None else a.double()
+    exact = omega_ref(rule, phi, *map(double, (q, q, v)), Gates(*map(double, gates)), start(rule, phi, [m.double() for m in M0], 1, False))[0]
+    y = omega(rule, phi, q, q, v, gates, start(rule, phi, M0, 1, False))[0]
+    assert (y - exact).norm() < 5e-5 * exact.norm()
 
 
 def test_ns_of_pairs_in_float32():
@@ -5226,8 +5258,12 @@ MUTANTS = [
     ("NS of pairs: K for K^T", "muon.py", "torch.bmm(K.mT, G)", "torch.bmm(K, G)", "test_ns_of_pairs"),
     ("NS of pairs: by powers of one matrix", "muon.py", "torch.bmm(K, H), torch.bmm(K.mT, G)", "torch.bmm(torch.bmm(H, G), K), K",
      "test_ns_of_pairs_in_float32"),
+    ("NS of pairs that cancel to nothing", "muon.py", "square.maximum(1e-6 * ", "square.maximum(1e-16 * ", "test_ns_of_pairs_that_cancel"),
+    ("pairs in float32", "omega.py", "x.double() @ x.double().mT", "(x @ x.mT).double()", "test_pairs_go_in_float64"),
+    ("values of pairs in float32", "omega.py", "D = Blocks.apply(x.double() @ x.double().mT, w), gate[..., None].double() * windows(d)",
+     "D = Blocks.apply(x.double() @ x.double().mT, w).float(), gate[..., None] * windows(d)", "test_pairs_go_in_float64"),
     ("NS of pairs: 0 / 0", "muon.py", "\n    scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)", "\n    scale = square.rsqrt()", "test_ns_of_pairs"),
-    ("a chunk of few pairs: the gate of another token", "omega.py", "(gate[..., None] * windows(d))", "(gate.flip(1)[..., None] * windows(d))",
+    ("a chunk of few pairs: the gate of another token", "omega.py", "gate[..., None].double() * windows(d)", "gate.flip(1)[..., None].double() * windows(d)",
      "test_omega_is_omega_ref"),
     ("a chunk of few pairs: W fades by its first token", "omega.py", "part.ends[..., 0] * a + x.mT", "part.coef[:, :1, 0] * a + x.mT", "test_omega_is_omega_ref"),
     ("few pairs: gradients at W within a chunk", "omega.py", "heads(state.anchor if state.pos else ())", "[]", "test_omega_is_omega_ref"),
@@ -5238,7 +5274,7 @@ MUTANTS = [
     ("blocks of a diagonal: gradient one row off", "omega.py", "dG[:, j: j + c] += band(row)", "dG[:, : c] += band(row)", "test_omega_is_omega_ref"),
     ("few pairs: all that is written is counted twice", "bench.py", "for _, b in sizes)      # D D^T", "for a, b in sizes * 2)  # D D^T",
      "test_rule_flops_is_what_omega_does"),
-    ("many pairs by pairs", "omega.py", "return rule.window <= min(", "return rule.window <= 2 * min(", "test_who_goes_by_pairs"),
+    ("many pairs by pairs", "omega.py", "few = 4 * rule.window <= 3", "few = rule.window <= 3", "test_who_goes_by_pairs"),
     ("pairs where products are coarse", "omega.py", "rule.ns_gram and exact_products(gates.keep.device)", "rule.ns_gram", "test_who_goes_by_pairs"),
     ("pairs past Newton-Schulz", "omega.py", " or rule.ns_dtype or rule.straight_through:", " or rule.ns_dtype:", "test_who_goes_by_pairs"),
     ("pairs in half precision", "omega.py", " or rule.dtype or rule.ns_dtype or", " or rule.ns_dtype or", "test_who_goes_by_pairs"),
