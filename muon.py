@@ -296,7 +296,7 @@ def doubled(A):
     return A + A.mT
 
 
-def newton_schulz_of_pairs(G, D, steps=5, coefficients="muon"):
+def newton_schulz_of_pairs(G, D, steps=5, coefficients="muon", dtype=None):
     """NS of S = X^T D, a sum of w pairs, by way of w x w matrices: G = X X^T (N, w, w), D (N, w, n) -> E (N, w, n) with NS(S) = X^T E.
 
     Every iterate is X^T K D with a K that begins at 1 / |S|:
@@ -306,14 +306,14 @@ def newton_schulz_of_pairs(G, D, steps=5, coefficients="muon"):
     All of these commute, so fewer products would do, on powers of H G; but that is not symmetric, and its rounding would grow a millionfold. So
     each step looks at what the one before it has made. Where pairs cancel rounding grows, too, with the square of how far: G and D should be in
     float64, and an S below a thousandth of its pairs counts as one of that norm, which gives less than NS(S). Zero is what has an |S|^2 below
-    `least_square`; the gradient is autograd's.
+    `least_square` of `dtype`, the precision that the pairs were in; the gradient is autograd's.
     """
     a, b, c = COEFFICIENTS[coefficients]
     H = torch.bmm(D, D.mT)
-    square, tiny = (G * H).sum((-2, -1), keepdim=True), least_square(G.dtype, D.shape[-2:].numel())
+    square, tiny = (G * H).sum((-2, -1), keepdim=True), least_square(dtype or G.dtype, D.shape[-2:].numel())
     square = square.maximum(1e-6 * (G * H).diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None])
     scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)        # 1 / |S|
-    KH, KG, one = scale * H, scale * G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    K, KH, KG, one = None, scale * H, scale * G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     for i in range(steps):
         if i:
             KH, KG = torch.bmm(K, H), torch.bmm(K.mT, G)

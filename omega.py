@@ -528,7 +528,7 @@ def pairs_run(rule, state, parts, gate, B):
     window). S_t is a sum of `window` pairs, and so is its Newton-Schulz (newton_schulz_of_pairs): no S_t and no O_t is formed.
     """
     heads = lambda group: [a.expand(B, *a.shape[-3:]).flatten(0, 1) for a in group]             # (B, H, ..) or (H, ..) -> (N, ..)
-    (count, N, c, _), zs = parts.xq.shape, []
+    (count, _, c, _), zs = parts.xq.shape, []
     W, M0, anchor = heads(state.W), heads(state.M0), heads(state.anchor if state.pos else ())
     for part, g in zip(parts.split(), gate):
         z, W = pairs_chunk(rule, part, g, M0, W, anchor or W)
@@ -553,7 +553,7 @@ def pairs_chunk(rule, part, gate, M0, W, anchor):
     E = []
     for x, d in zip(xs, ds):
         G, D = Blocks.apply(x.double() @ x.double().mT, w), gate[..., None].double() * windows(d)
-        e = newton_schulz_of_pairs(G.flatten(0, 1), D.flatten(0, 1), rule.ns_steps, rule.ns_coefficients)
+        e = newton_schulz_of_pairs(G.flatten(0, 1), D.flatten(0, 1), rule.ns_steps, rule.ns_coefficients, x.dtype)
         E.append(e.view(D.shape).to(x.dtype))
 
     def read(i, rows):

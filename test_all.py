@@ -644,8 +644,9 @@ def test_ns_of_pairs(w, m, n):
         close(of_pairs, of_sum)
         for a, b in zip(torch.autograd.grad((up * of_pairs).sum(), (X, D)), torch.autograd.grad((up * of_sum).sum(), (X, D)), strict=True):
             close(a, b)
-    E = muon.newton_schulz_of_pairs(X @ X.mT, 0 * D)
-    assert not E.any() and not any(g.any() for g in torch.autograd.grad(E.sum(), (X, D)))
+    assert muon.newton_schulz_of_pairs(X @ X.mT, 1e-30 * D).any()
+    for E in (muon.newton_schulz_of_pairs(X @ X.mT, 1e-30 * D, dtype=torch.float32), muon.newton_schulz_of_pairs(X @ X.mT, 0 * D)):
+        assert not E.any() and not any(g.any() for g in torch.autograd.grad(E.sum(), (X, D)))
 
 
 def test_ns_of_pairs_that_cancel():
@@ -5258,6 +5259,7 @@ MUTANTS = [
     ("NS of pairs: K for K^T", "muon.py", "torch.bmm(K.mT, G)", "torch.bmm(K, G)", "test_ns_of_pairs"),
     ("NS of pairs: by powers of one matrix", "muon.py", "torch.bmm(K, H), torch.bmm(K.mT, G)", "torch.bmm(torch.bmm(H, G), K), K",
      "test_ns_of_pairs_in_float32"),
+    ("NS of pairs too small for float32", "muon.py", "least_square(dtype or G.dtype", "least_square(G.dtype", "test_ns_of_pairs"),
     ("NS of pairs that cancel to nothing", "muon.py", "square.maximum(1e-6 * ", "square.maximum(1e-16 * ", "test_ns_of_pairs_that_cancel"),
     ("pairs in float32", "omega.py", "x.double() @ x.double().mT", "(x @ x.mT).double()", "test_pairs_go_in_float64"),
     ("values of pairs in float32", "omega.py", "D = Blocks.apply(x.double() @ x.double().mT, w), gate[..., None].double() * windows(d)",
