@@ -4,7 +4,7 @@
     python bench.py --part layer --minutes 5 --plot          one part, with time for its longest sequences
     python bench.py --device cuda --minutes 20 --json results/bench-h200.json
 
-    layer    one layer, projections included: tokens/s and memory over length, chunk, window, degree, muon_every
+    layer    one layer, projections included: tokens/s and memory over length, chunk, window, degree, muon_every, momentum
     rule     omega() alone: FLOP/s, over those of a matrix product that takes turns with it
     step     a whole training step of train.py, of models with equally many parameters
     decode   ms a token and bytes of state, far into a stream
@@ -319,7 +319,7 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     n, weights, deep = c + rule.window - 1, sum(a * b for a, b in sizes), rule.memory != "linear"
     flops = 2 * n * weights + deep * 2 * n * hidden * D                          # errors: through the memory and back
     spared, w = 0, rule.window
-    if rule.muon_every == 1 and not momentum and rule.ns_gram and 4 * w <= 3 * min(min(s) for s in sizes):       # omega.pairs_chunk
+    if rule.muon_every == 1 and not momentum and rule.ns_gram and 2 * w * w <= min(min(s) for s in sizes) ** 2:   # omega.pairs_chunk
         flops += c * w * sum(4 * w * b + (5 * rule.ns_steps - 3) * 2 * w * w + 2 * c * b for _, b in sizes)      # D D^T, K D; K; what is read of E
         flops += sum(2 * n * n * a + 2 * c * n * a + 2 * (c + n) * a * b for a, b in sizes)                      # X X^T; R X^T; reads of W; X^T E
     elif rule.muon_every:

@@ -59,7 +59,7 @@ class Part(NamedTuple):
     qk: torch.Tensor | None                                   # (..., c, n)  phi(q) phi(k)^T, if there is a shorter way to it
     # From here on what depends on the gates alone (omega.mixing).
     # Without Newton-Schulz     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i,   S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
-    # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1, W, without momentum
+    # s = 2 matrices, W and S, are carried from chunk to chunk; s = 1, W, without momentum (omega.pairs_chunk: of the c tokens, not of n pairs)
     coef: torch.Tensor                                        # (..., c, s, 1)  keepprod and u = -A diag(step) momprod
     P: torch.Tensor | None = None                             # (..., c, n)  -A diag(step) G
     last: torch.Tensor | None = None                          # (..., n, s, 1)  the last rows of P and G

@@ -72,7 +72,7 @@ class Config:
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
     muon: bool = opt(True, "Newton-Schulz on the momentum, Eq 32")
     muon_every: int = opt(64, "tokens from one Newton-Schulz to the next, which sees all of them; at most --chunk; 1 is the paper's Eq 40, several "
-                          "times faster with --no-momentum", low=1, hint="; --no-muon for none")
+                          "times faster with --no-momentum and a short window", low=1, hint="; --no-muon for none")
     ns_steps: int = opt(5, "Newton-Schulz iterations", low=1)
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", choices=tuple(COEFFICIENTS))
     memory_dtype: str = opt("float32", "precision of the memory's products and of what they multiply; what is carried on stays float32; "

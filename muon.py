@@ -105,19 +105,25 @@ class NewtonSchulz(torch.autograd.Function):
         return None, *orthogonalize_backward(stacks, saved, dX, *ctx.how)
 
 
-def orthogonalize(stacks, steps, coefficients, straight_through, dtype, gram):
-    """NS of each of the stacks, and, flat, what the gradient takes. `gram`: may it be on Gram matrices?"""
+def checked(steps, coefficients):
+    """a, b and c of these coefficients. ValueError for unknown ones, and for less than one step."""
     if coefficients not in COEFFICIENTS:
         raise ValueError(f"unknown coefficients {coefficients!r}; choose one of {', '.join(COEFFICIENTS)}")
     if steps < 1:
         raise ValueError(f"Newton-Schulz takes at least one step, not {steps}")
+    return COEFFICIENTS[coefficients]
+
+
+def orthogonalize(stacks, steps, coefficients, straight_through, dtype, gram):
+    """NS of each of the stacks, and, flat, what the gradient takes. `gram`: may it be on Gram matrices?"""
+    polynomial = checked(steps, coefficients)
     out, saved = [None] * len(stacks), []
     for same, on_gram in plan(stacks, straight_through, dtype, gram):
         some = [flat(stacks[i]) for i in same]
         if on_gram:
-            X, kept = iterate_on_gram(some, steps, *COEFFICIENTS[coefficients])
+            X, kept = iterate_on_gram(some, steps, *polynomial)
         else:
-            X, kept = iterate(*some, steps, *COEFFICIENTS[coefficients], straight_through, dtype)
+            X, kept = iterate(*some, steps, *polynomial, straight_through, dtype)
         saved += kept
         for i, x in zip(same, X):
             out[i] = x.view(stacks[i].shape)
@@ -296,23 +302,27 @@ def doubled(A):
     return A + A.mT
 
 
-def newton_schulz_of_pairs(G, D, steps=5, coefficients="muon", dtype=None):
+def few_steps(steps, coefficients):
+    """May pairs cancel? What should be 0 grows by a each step; measured, float64 bears five steps of Muon's, 15 of the cubic."""
+    return checked(steps, coefficients)[0] ** steps < 500
+
+
+def newton_schulz_of_pairs(G, D, least, steps=5, coefficients="muon"):
     """NS of S = X^T D, a sum of w pairs, by way of w x w matrices: G = X X^T (N, w, w), D (N, w, n) -> E (N, w, n) with NS(S) = X^T E.
 
     Every iterate is X^T K D with a K that begins at 1 / |S|:
 
         H = D D^T,   |S|^2 = sum of G o H,   then `steps` times   B = K H K^T G,   K <- a K + (b B + c B^2) K
 
-    All of these commute, so fewer products would do, on powers of H G; but that is not symmetric, and its rounding would grow a millionfold. So
-    each step looks at what the one before it has made. Where pairs cancel rounding grows, too, with the square of how far: G and D should be in
-    float64, and an S below a thousandth of its pairs counts as one of that norm, which gives less than NS(S). Zero is what has an |S|^2 below
-    `least_square` of `dtype`, the precision that the pairs were in; the gradient is autograd's.
+    K and B are polynomials of H G, so fewer products would do, on powers of it; but it is not symmetric, and its rounding would grow a
+    millionfold. So each step looks at what the one before it has made. Where pairs cancel rounding grows, too, with the square of how far, and by
+    a^2 a step: G and D should be in float64, `steps` few (`few_steps`), and an S below a thousandth of its pairs counts as one of that norm, which
+    gives less than NS(S). An |S|^2 of at most `least` (`least_square`) counts as zero. Errors as of `newton_schulz`; the gradient is autograd's.
     """
-    a, b, c = COEFFICIENTS[coefficients]
+    a, b, c = checked(steps, coefficients)
     H = torch.bmm(D, D.mT)
-    square, tiny = (G * H).sum((-2, -1), keepdim=True), least_square(dtype or G.dtype, D.shape[-2:].numel())
-    square = square.maximum(1e-6 * (G * H).diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None])
-    scale = torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)        # 1 / |S|
+    square = (G * H).sum((-2, -1), keepdim=True).maximum(1e-6 * (G * H).diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None])
+    scale = torch.where(square > least, square.clamp_min(least).rsqrt(), 0)      # 1 / |S|
     K, KH, KG, one = None, scale * H, scale * G, torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     for i in range(steps):
         if i:

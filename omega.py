@@ -23,7 +23,7 @@ token to t, W_0 and S_0 one matrix and its momentum before the chunk (not W[0], 
 r_t, x_i and d_i the rows of R, X and D (in this formula alone not the head dim), and o multiplies elementwise; gate[t, i] weighs pair i in
 step t, which the tensor `gate` has at [t, window - 1 - (t - i)]. No per-token weight is formed. With Newton-Schulz one W and one sum of S_t
 are, for each block of m tokens, and r_t W_t is two products: with that block's W_j and its O_j, the NS of the sum before it. Where m = 1 and there
-is no momentum S_t is a sum of `window` pairs x^T d, and its NS is one as well: attention again (`pairs_chunk`).
+is no momentum S_t is a sum of `window` pairs x^T d, and its NS is one as well: attention again, if the window is short (`pairs_chunk`).
 
 P for c = 3, window = 2, no momentum, and a pair 0 from before the chunk (k, s, g for keep, step, gate): each row is the one above times
 keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and once more at token 3, has faded once by then:
@@ -34,7 +34,7 @@ keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and onc
          token 3  k3 k2 ..      k3 (the one above)       k3 s2 g[2,2] + s3 g[3,2] s3 g[3,3]
 
 `omega` is that again, faster and for any length, a long text in pieces: all that depends on the gates alone (`mixing`) and the way from tokens
-to chunks and back are here, the products, with their gradient written out, in chunks.py.
+to chunks and back are here, the products, with their gradient written out, in chunks.py; but those of few pairs (`by_pairs`) are here.
 N stands for B H, c for the tokens of a chunk, n for the pairs they learn from.
 """
 import sys
@@ -48,7 +48,7 @@ from torch.func import grad, vmap
 import chunks
 import memory
 from memory import once_differentiable
-from muon import exact_products, newton_schulz_of_pairs, newton_schulz_ref
+from muon import exact_products, few_steps, least_square, newton_schulz_of_pairs, newton_schulz_ref
 
 
 class Rule(NamedTuple):
@@ -516,16 +516,17 @@ def chunked(rule, phi, q, k, v, gates, state):
 
 
 def by_pairs(rule, gates, state):
-    """Is Newton-Schulz for every token, of sums of so few pairs that pairs_run is faster?"""
+    """Is Newton-Schulz for every token, of sums of so few pairs that pairs_run is faster, and as exact?"""
     if rule.muon_every != 1 or gates.momentum is not None or rule.dtype or rule.ns_dtype or rule.straight_through:
         return False
-    few = 4 * rule.window <= 3 * min(min(w.shape[-2:]) for w in state.W)
+    few = few_steps(rule.ns_steps, rule.ns_coefficients) and 2 * rule.window**2 <= min(min(w.shape[-2:]) for w in state.W) ** 2
     return few and rule.ns_gram and exact_products(gates.keep.device) and gates.keep.device.type != "mps"      # which has no float64
 
 
 def pairs_run(rule, state, parts, gate, B):
     """Newton-Schulz for every token, without momentum (Eq 40 with S_t = g_t): arguments and returns of chunks.plain_run, and gate (chunks, N, c,
-    window). S_t is a sum of `window` pairs, and so is its Newton-Schulz (newton_schulz_of_pairs): no S_t and no O_t is formed.
+    window). S_t is a sum of `window` pairs, and so is its Newton-Schulz (newton_schulz_of_pairs): no S_t and no O_t is formed. (Its gradient is to be
+    taken outside of an autocast, as usual.)
     """
     heads = lambda group: [a.expand(B, *a.shape[-3:]).flatten(0, 1) for a in group]             # (B, H, ..) or (H, ..) -> (N, ..)
     (count, _, c, _), zs = parts.xq.shape, []
@@ -543,7 +544,7 @@ def pairs_chunk(rule, part, gate, M0, W, anchor):
 
         O_t = NS(sum over j of gate[t, j] x_{t+j}^T d_{t+j}) = sum over j of x_{t+j}^T E[t, j]          pairs t .. t + window - 1 are token t's window
         W_t = keepprod_t W_0 + sum over s of P[t, s] O_s,   P = -A diag(step)                           Eq 32
-        r_t W_t = keepprod_t r_t W_0 + sum over s, j of P[t, s] (r_t . x_{s+j}) E[s, j]                  attention once more
+        r_t W_t = r_t (keepprod_t W_0 + M0) + sum over s, j of P[t, s] (r_t . x_{s+j}) E[s, j]           attention once more
     """
     kind, w = rule.memory, gate.shape[-1]
     windows = lambda a: Overlapping.apply(a[:, None], 1, w)[:, 0]                # (N, n, ..) -> (N, c, w, ..)
@@ -551,9 +552,10 @@ def pairs_chunk(rule, part, gate, M0, W, anchor):
     pairs, _ = memory.gradients(kind, rule.loss, at, part.xk, part.v, rule.norm)                 # Eq 16: all at the anchor
     xs, ds = zip(*memory.unpacked_pairs(kind, pairs))
     E = []
-    for x, d in zip(xs, ds):
+    for x, d in zip(xs, ds):                                  # in float64: pairs may cancel
         G, D = Blocks.apply(x.double() @ x.double().mT, w), gate[..., None].double() * windows(d)
-        e = newton_schulz_of_pairs(G.flatten(0, 1), D.flatten(0, 1), rule.ns_steps, rule.ns_coefficients, x.dtype)
+        least = least_square(x.dtype, x.shape[-1] * d.shape[-1])
+        e = newton_schulz_of_pairs(G.flatten(0, 1), D.flatten(0, 1), least, rule.ns_steps, rule.ns_coefficients)
         E.append(e.view(D.shape).to(x.dtype))
 
     def read(i, rows):
