@@ -320,8 +320,8 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     flops = 2 * n * weights + deep * 2 * n * hidden * D                          # errors: through the memory and back
     spared, w = 0, rule.window
     if rule.muon_every == 1 and not momentum and rule.ns_gram and 2 * w * w <= min(min(s) for s in sizes) ** 2:   # omega.pairs_chunk
-        flops += c * w * sum(4 * w * b + (5 * rule.ns_steps - 3) * 2 * w * w + 2 * c * b for _, b in sizes)      # D D^T, K D; K; what is read of E
-        flops += sum(2 * n * n * a + 2 * c * n * a + 2 * (c + n) * a * b for a, b in sizes)                      # X X^T; R X^T; reads of W; X^T E
+        flops += c * w * sum(4 * w * b + (5 * rule.ns_steps - 3) * 2 * w * w + 2 * c * b for _, b in sizes)      # D D^T, K D; K; reads of K D
+        flops += sum(2 * n * n * a + 2 * c * n * a + 2 * (c + n) * a * b for a, b in sizes)                      # X X^T; R X^T; reads of W; X^T K D
     elif rule.muon_every:
         blocks = -(-c // rule.muon_every)
         flops += 2 * (blocks + momentum) * n * weights                           # the sum of S of each block, and the last S

@@ -303,19 +303,19 @@ def doubled(A):
 
 
 def few_steps(steps, coefficients):
-    """May pairs cancel? What should be 0 grows by a each step; measured, float64 bears five steps of Muon's, 15 of the cubic."""
+    """Does what cancels stay bounded in newton_schulz_of_pairs? It grows by a each step; measured, float64 bears five of Muon's, 15 of the cubic."""
     return checked(steps, coefficients)[0] ** steps < 500
 
 
 def newton_schulz_of_pairs(G, D, least, steps=5, coefficients="muon"):
-    """NS of S = X^T D, a sum of w pairs, by way of w x w matrices: G = X X^T (N, w, w), D (N, w, n) -> E (N, w, n) with NS(S) = X^T E.
+    """NS of S = X^T D, a sum of w pairs, by way of w x w matrices: G = X X^T (N, w, w), D (N, w, n) -> K D (N, w, n) with NS(S) = X^T K D.
 
     Every iterate is X^T K D with a K that begins at 1 / |S|:
 
         H = D D^T,   |S|^2 = sum of G o H,   then `steps` times   B = K H K^T G,   K <- a K + (b B + c B^2) K
 
     K and B are polynomials of H G, so fewer products would do, on powers of it; but it is not symmetric, and its rounding would grow a
-    millionfold. So each step looks at what the one before it has made. Where pairs cancel rounding grows, too, with the square of how far, and by
+    millionfold. So each step looks at what the one before it has made. Where pairs cancel rounding grows, too, with the cube of how far, and by
     a^2 a step: G and D should be in float64, `steps` few (`few_steps`), and an S below a thousandth of its pairs counts as one of that norm, which
     gives less than NS(S). An |S|^2 of at most `least` (`least_square`) counts as zero. Errors as of `newton_schulz`; the gradient is autograd's.
     """

@@ -524,7 +524,7 @@ def by_pairs(rule, gates, state):
 
 
 def pairs_run(rule, state, parts, gate, B):
-    """Newton-Schulz for every token, without momentum (Eq 40 with S_t = g_t): arguments and returns of chunks.plain_run, and gate (chunks, N, c,
+    """Newton-Schulz for every token, without momentum (Eq 40 with S_t = g_t; choice 15): arguments and returns of chunks.plain_run, and gate (chunks, N, c,
     window). S_t is a sum of `window` pairs, and so is its Newton-Schulz (newton_schulz_of_pairs): no S_t and no O_t is formed. (Its gradient is to be
     taken outside of an autocast, as usual.)
     """
@@ -542,33 +542,36 @@ def pairs_run(rule, state, parts, gate, B):
 def pairs_chunk(rule, part, gate, M0, W, anchor):
     """One chunk of pairs_run -> what is read of the last matrix (N, c, D), W after it. The gradient is autograd's.
 
-        O_t = NS(sum over j of gate[t, j] x_{t+j}^T d_{t+j}) = sum over j of x_{t+j}^T E[t, j]          pairs t .. t + window - 1 are token t's window
-        W_t = keepprod_t W_0 + sum over s of P[t, s] O_s,   P = -A diag(step)                           Eq 32
-        r_t W_t = r_t (keepprod_t W_0 + M0) + sum over s, j of P[t, s] (r_t . x_{s+j}) E[s, j]           attention once more
+        O_t = NS(sum over j of gate[t, j] x_{t+j}^T d_{t+j}) = sum over j of x_{t+j}^T KD[t, j]         Eq 40 of Eq 9: pairs t .. t + window - 1
+        W_t = keepprod_t W_0 + sum over s of P[t, s] O_s,   P = -A diag(step) (N, c, c)                 Eq 32
+        r_t W_t = r_t (keepprod_t W_0 + M0) + sum over s, j of P[t, s] (r_t . x_{s+j}) KD[s, j]         attention once more
+
+    gate (N, c, window); M0 (or empty, for zero), W before the chunk and anchor: of each matrix (N, in, out).
     """
     kind, w = rule.memory, gate.shape[-1]
     windows = lambda a: Overlapping.apply(a[:, None], 1, w)[:, 0]                # (N, n, ..) -> (N, c, w, ..)
     at = memory.pack([m + a for m, a in zip(M0, anchor)] if M0 else anchor)
     pairs, _ = memory.gradients(kind, rule.loss, at, part.xk, part.v, rule.norm)                 # Eq 16: all at the anchor
     xs, ds = zip(*memory.unpacked_pairs(kind, pairs))
-    E = []
+    KD = []                                                   # of each matrix (N, c, window, out)
     for x, d in zip(xs, ds):                                  # in float64: pairs may cancel
-        G, D = Blocks.apply(x.double() @ x.double().mT, w), gate[..., None].double() * windows(d)
+        xx = x.double()
+        gram, D = Blocks.apply(xx @ xx.mT, w), gate[..., None].double() * windows(d)
         least = least_square(x.dtype, x.shape[-1] * d.shape[-1])
-        e = newton_schulz_of_pairs(G.flatten(0, 1), D.flatten(0, 1), least, rule.ns_steps, rule.ns_coefficients)
-        E.append(e.view(D.shape).to(x.dtype))
+        kd = newton_schulz_of_pairs(gram.flatten(0, 1), D.flatten(0, 1), least, rule.ns_steps, rule.ns_coefficients)
+        KD.append(kd.view(D.shape).to(x.dtype))
 
     def read(i, rows):
         dots = part.qk if part.qk is not None and rows is part.xq else rows @ xs[i].mT           # (N, c, n)
         weights = part.P.mT[:, :, None] * windows(dots.mT)                                       # (N, c of s, w, c of t)
-        y = part.coef[..., 0] * (rows @ W[i]) + weights.flatten(1, 2).mT @ E[i].flatten(1, 2)
+        y = part.coef[..., 0] * (rows @ W[i]) + weights.flatten(1, 2).mT @ KD[i].flatten(1, 2)
         return y + rows @ M0[i] if M0 else y
 
     rows = part.xq
     if kind != "linear":
         rows = memory.hidden(kind, torch.cat([read(i, rows) for i in range(memory.firsts(kind))], -1))
-    by_pair = lambda e: sum(F.pad(row, (0, 0, j, w - 1 - j)) for j, row in enumerate(e.unbind(2)))             # (N, c, w, ..) -> (N, n, ..)
-    return read(-1, rows), [part.ends[..., 0] * a + x.mT @ by_pair(part.last * e) for a, x, e in zip(W, xs, E)]
+    by_pair = lambda a: sum(F.pad(row, (0, 0, j, w - 1 - j)) for j, row in enumerate(a.unbind(2)))             # (N, c, w, ..) -> (N, n, ..)
+    return read(-1, rows), [part.ends[..., 0] * a + x.mT @ by_pair(part.last * kd) for a, x, kd in zip(W, xs, KD)]
 
 
 class Blocks(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
     python results/gpu_bytes.py atlas --chunk 256 --muon-every 256 [--memory-dtype bfloat16] [--ns-dtype bfloat16]         a minute each
     python results/gpu_bytes.py omeganet --seq-len 16384                                                       of 2 x 16384 tokens, not 8 x 4096
+    python results/gpu_bytes.py atlas --chunk 64 --muon-every 1 --no-momentum                                  as with --matmul highest
 
 Everything that models.LM.compile_memory compiles is lowered by inductor as for an H200: its kernels, what each reads and writes, and Triton compiles
 them for sm_90, each in one of its configurations. What is left eager is counted call by call; kernels and calls are launches. Bytes over 4.8 TB/s,
