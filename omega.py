@@ -307,62 +307,34 @@ class Recurrence(torch.autograd.Function):
         return F.pad((drows[..., 1:, :] * y[..., :-1, :]).sum(-1), (1, 0)), drows
 
 
-def recur(factors, rows):
-    """Recurrence, or the one product that is the same: P_t = keep_t P_{t-1} - step_t G_t, or P = -A (diag(step) G).
+TILE = dict(cuda=16)                                          # tokens that a compiled recurrence takes in one product; by count 8 to 32 move as much
 
-    The product has c times as much to compute. A GPU prefers it to c short steps; on a CPU they take a third of its time. One row is itself.
+
+def tile(like, c):
+    """The tokens of a tile, where c of them are to be run tile by tile; else 0."""
+    b = TILE.get(like.device.type, 0) if torch.compiler.is_compiling() else 0
+    return b if b and c > b and c % b == 0 else 0
+
+
+def recur(factors, rows):
+    """Recurrence, or the product that is the same: P_t = keep_t P_{t-1} - step_t G_t, or P = -A (diag(step) G).
+
+    The product has c times as much to compute. A GPU prefers it to c short steps; on a CPU they take a third of its time. Compiled for a GPU it is
+    of a tile of tokens, after each of which y goes on with the product of its factors. One row is itself.
     """
-    if rows.shape[-2] == 1:
+    c = rows.shape[-2]
+    if c == 1:
         return rows, rows[..., 0, :]
     if rows.device.type == "cpu" and not torch.compiler.is_compiling():
         return Recurrence.apply(factors, rows)
+    b = tile(rows, c)
+    if b:
+        factors = factors.unflatten(-1, (-1, b))
+        (y, y_last), kept = recur(factors, rows.unflatten(-2, (-1, b))), cumprod(factors)
+        after, last = recur(kept[..., -1, 0], y_last)
+        return (y + kept * F.pad(after[..., :-1, :], (0, 0, 1, 0))[..., None, :]).flatten(-3, -2), last
     y = decay(log(factors))[1] @ rows
     return y, y[..., -1, :].clone()                           # a view would be taken, and its gradient added, outside of a compiled `mixing`
-
-
-class Banded(torch.autograd.Function):
-    """recur(factors, band(rows)) number by number, from logs, the sums of log factors_{1..t} (..., c), and rows (..., c, w):
-
-        y[t, i] = sum over j of E_j[t, i] rows[i - j, j],   E_j[t, i] = prod factors_{i-j+1..t} where t >= i - j, else 0
-
-    y (..., c, c + w - 1); t is a token, i a pair, which token i - j has as the j-th of its window. A compiler makes one kernel of it, and two of
-    its gradient; of the product, and of autograd of these lines, many passes over c x c numbers.
-    """
-
-    @staticmethod
-    def terms(logs, rows):
-        (c, w), like = rows.shape[-2:], dict(device=rows.device)
-        t, i = torch.arange(c, **like)[:, None], torch.arange(c + w - 1, **like)
-        for j, row in enumerate(rows.unbind(-1)):
-            by_pair = lambda a: F.pad(a, (j, w - 1 - j))[..., None, :]           # of token i - j, or 0 if there is none
-            yield by_pair(row), (logs[..., None] - by_pair(logs)).masked_fill(t < i - j, -torch.inf).exp()
-
-    @staticmethod
-    def y(logs, rows):
-        return sum(row * E for row, E in Banded.terms(logs, rows))
-
-    @staticmethod
-    def forward(ctx, logs, rows):
-        ctx.save_for_backward(logs, rows)
-        return Banded.y(logs, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (logs, rows), c = ctx.saved_tensors, dy.shape[-2]
-        drows = torch.stack([(dy * E).sum(-2)[..., j: j + c] for j, (_, E) in enumerate(Banded.terms(logs, rows))], -1)
-        return (dy * Banded.y(logs, rows)).sum(-1) - (rows * drows).sum(-1), drows
-
-
-UNROLLED = dict(cuda=17)                                      # the longest rows (w) to unroll; a CPU prefers the product, by 7 % of a compiled step
-
-
-def recur_band(factors, rows):
-    """recur(factors, band(rows)), for rows (..., c, w): y (..., c, c + w - 1) and its last row."""
-    if torch.compiler.is_compiling() and rows.shape[-1] <= UNROLLED.get(rows.device.type, 0):
-        y = Banded.apply(log(factors).cumsum(-1), rows)
-        return y, y[..., -1, :].clone()
-    return recur(factors, band(rows))
 
 
 def mixing(rule, gates, pos, few=False):
@@ -370,11 +342,12 @@ def mixing(rule, gates, pos, few=False):
 
     With Newton-Schulz their first token is the pos-th of its block; `few`: for pairs_run, where each token adds one matrix.
     """
-    if few:
-        return plain_mixing(gates._replace(gate=torch.ones_like(gates.gate[..., :1])))
-    if rule.muon_every:
+    if rule.muon_every and not few:
         return muon_mixing(gates, rule.muon_every, pos)
-    mix = plain_mixing(gates)
+    if few:
+        gates = gates._replace(gate=torch.ones_like(gates.gate[..., :1]))
+    b = tile(gates.keep, gates.keep.shape[-1])
+    mix = tiled_mixing(gates, b) if b else plain_mixing(gates)
     return mix | dict(P=memory.cast(mix["P"], rule.dtype))
 
 
@@ -388,13 +361,45 @@ def plain_mixing(gates):
     """
     keepprod, minus_step = cumprod(gates.keep), -gates.step[..., None]
     if gates.momentum is None:                                # S_t is g_t: G is Gate, and there is no S_0
-        P, P_last = recur_band(gates.keep, minus_step * gates.gate)
+        P, P_last = recur(gates.keep, band(minus_step * gates.gate))
         return dict(coef=keepprod[..., None], P=P, last=P_last[..., None, None], ends=keepprod[..., -1:, :, None])
-    momprod, (G, G_last) = cumprod(gates.momentum), recur_band(gates.momentum, gates.gate)
+    momprod, (G, G_last) = cumprod(gates.momentum), recur(gates.momentum, band(gates.gate))
     (P, P_last), (u, u_last) = (recur(gates.keep, minus_step * a) for a in (G, momprod))
     coef, last = torch.stack([keepprod, u], -2), torch.stack([P_last, G_last], -1)[..., None]
     ends = torch.cat([a[..., -1:, :] for a in (keepprod, momprod)], -2)[..., None]
     return dict(coef=coef, P=P, last=last, ends=ends, across=u_last[..., None])
+
+
+def tiled_mixing(gates, b):
+    """plain_mixing for a compiler: the chunk is run as tiles of b tokens, which follow each other as chunks do.
+
+        G_t = momprod_t G_0 + the tile's own,   P_t = keepprod_t P_0 + u_t G_0 + the tile's own           for token t of a tile, the 0-th before it
+
+    Here rows of G and P have columns for W_0 and S_0, too, behind those of the pairs. All of P is then written once, number by number; by products
+    of all c tokens its two recurrences go through c x c numbers seven times, and keep them.
+    """
+    (c, w), by_tile = gates.gate.shape[-2:], (-1, b)
+    keep, step, momentum = (None if g is None else g.unflatten(-1, by_tile) for g in gates[:3])
+    mix, n, tiles = plain_mixing(Gates(keep, step, momentum, gates.gate.unflatten(-2, by_tile))), c + w - 1, c // b
+    coef, last, ends = mix["coef"][..., 0], mix["last"][..., 0], mix["ends"][..., 0, 0]                # (.., tiles, b or b + w - 1, s), (.., tiles, s)
+    s = ends.shape[-1]
+
+    def spread(a):                                            # (.., tiles, b + w - 1) -> (.., tiles, n): a tile's pairs to their columns
+        return F.pad(a, (0, c)).flatten(-2)[..., : tiles * n].unflatten(-1, (tiles, n))
+
+    def run(i, more=0):                                       # the row before the first tile and that after each: (.., 1 + tiles, n + s)
+        rows = F.pad(spread(last[..., i]), (0, s)) + more
+        first = F.pad(torch.eye(s, dtype=rows.dtype, device=rows.device)[i], (n, 0)).expand_as(rows[..., :1, :])
+        return recur(F.pad(ends[..., i], (1, 0), value=1.0), torch.cat([first, rows], -2))[0]
+
+    G = [run(1)] if s == 2 else []
+    runs = [run(0, *(mix["across"][..., 0] * g[..., :-1, :] for g in G)), *G]
+    found = lambda to: sum(coef[..., i: i + 1] * a[..., :-1, None, to] for i, a in enumerate(runs))    # (.., tiles, b, n or s)
+    own, after = spread(mix["P"].transpose(-3, -2)).transpose(-3, -2), torch.stack([a[..., -1, :] for a in runs], -1)
+    P, coef = (a.flatten(-3, -2) for a in (found(slice(n)) + own, found(slice(n, None))))
+    views = dict(last=after[..., :n, :, None], ends=after[..., n:, :].diagonal(dim1=-2, dim2=-1)[..., None, None])
+    views |= dict(across=after[..., n + 1:, :1]) if s == 2 else {}
+    return dict(P=P, coef=coef[..., None]) | {name: a.clone() for name, a in views.items()}            # as in recur
 
 
 def muon_mixing(gates, m, pos):

@@ -876,7 +876,6 @@ WRITTEN_OUT = {                                               # every autograd.F
     "Pairs": lambda x: Pairs.apply(x, torch.ones(3).double(), torch.zeros(15, dtype=torch.long), torch.ones(15).double()),
     "NewtonSchulz": newton_schulz,
     "Recurrence": lambda x: omega_module.Recurrence.apply(x[..., 0].sigmoid(), x)[0],
-    "Banded": lambda x: omega_module.Banded.apply(-x[..., 0].square(), x),
     "Chunks": lambda x: omega(Rule("linear", "l2", 1, 2), Features("none", 3), x, x, x, Gates(*[x[..., 0].sigmoid()] * 3, x[..., :1]),
                               start(Rule("linear"), Features("none", 3), [x[0, :, :3]], 1))[0],
 }
@@ -968,13 +967,14 @@ def test_extreme_gates():
         assert all(a.isfinite().all() for a in [y, *grads])
 
 
-@pytest.mark.parametrize("product", [False, True], ids=["row by row", "one product"])
-@pytest.mark.parametrize("c, k", [(1, 3), (2, 1), (7, 4)])
-def test_recurrence(c, k, product, monkeypatch):
-    """A CPU computes it row by row, a GPU or compiled code as one product: both are the loop as autograd sees it. The last row is a tensor of its
-    own: of a view, the gradient of all rows is added up outside of compiled code.
+@pytest.mark.parametrize("product, tile", [(False, 0), (True, 0), (True, 2), (True, 7)], ids=["row by row", "one product", "tiles", "one tile"])
+@pytest.mark.parametrize("c, k", [(1, 3), (2, 1), (7, 4), (8, 3)])
+def test_recurrence(c, k, product, tile, monkeypatch):
+    """A CPU computes it row by row, a GPU as one product, compiled as one a tile: all are the loop as autograd sees it. The last row is a tensor of
+    its own: of a view, the gradient of all rows is added up outside of compiled code.
     """
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: product)
+    monkeypatch.setitem(omega_module.TILE, "cpu", tile)
     factors, rows, out = rand(2, 3, c).requires_grad_(), randn(2, 3, c, k).requires_grad_(), (randn(2, 3, c, k), randn(2, 3, k))
     ys = [rows[..., 0, :] + 0 * factors[..., 0, None]]
     for t in range(1, c):
@@ -988,21 +988,28 @@ def test_recurrence(c, k, product, monkeypatch):
     assert c == 1 or y[1].untyped_storage().data_ptr() != y[0].untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("c, w", [(1, 3), (2, 1), (7, 4), (3, 9)])
-def test_bands(c, w, monkeypatch):
-    """Number by number, as compiled for a GPU, they are the recurrence; also where a factor is 0, the log of which must not be -inf."""
-    factors, rows, out = rand(2, 3, c).requires_grad_(), randn(2, 3, c, w).requires_grad_(), (randn(2, 3, c, c + w - 1), randn(2, 3, c + w - 1))
-    zero = factors.detach().index_fill(-1, torch.tensor([c // 2]), 0)
-    gradient = lambda y: torch.autograd.grad(y, (factors, rows), out, materialize_grads=True)
-    y = omega_module.recur_band(factors, rows)
-    want = (*y, *gradient(y), *omega_module.recur_band(zero, rows))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setitem(omega_module.UNROLLED, "cpu", 17)
-    monkeypatch.setattr(omega_module, "recur", None)
-    y = omega_module.recur_band(factors, rows)
-    for a, b in zip((*y, *gradient(y), *omega_module.recur_band(zero, rows)), want, strict=True):
-        close(a, b)
-    assert y[1].untyped_storage().data_ptr() != y[0].untyped_storage().data_ptr()        # as in test_recurrence
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("c, w, b", [(4, 1, 2), (12, 3, 4), (9, 5, 3), (8, 9, 2)])
+def test_tiles_are_one_chunk(c, w, b, momentum):
+    """What a GPU makes of tiles of b tokens is what a chunk has; also where a factor is 0, which is a sigmoid's and has no gradient, and where
+    windows reach over several tiles."""
+    x = [rand(2, 3, c), rand(2, 3, c), rand(2, 3, c) if momentum else None, rand(2, 3, c, w)]
+    for zero in ([], [c // 2], [0, c - 1]):
+        gates = [None if a is None else a.clone().requires_grad_() for a in x]
+        for a in (gates[0], *gates[2:3] * momentum):
+            a.data[..., zero] = 0
+        whole, tiles = omega_module.plain_mixing(Gates(*gates)), omega_module.tiled_mixing(Gates(*gates), b)
+        assert whole.keys() == tiles.keys()
+        gates = [a for a in gates if a is not None]
+        for used in (*([name] for name in whole), list(whole)):         # each alone, and all together
+            out = [randn(*whole[name].shape) for name in used]
+            of_whole, of_tiles = (torch.autograd.grad([mix[name] for name in used], gates, out, retain_graph=True, materialize_grads=True)
+                                  for mix in (whole, tiles))
+            for name in used:
+                close(tiles[name], whole[name])
+            for a, want, gate in zip(of_tiles, of_whole, gates, strict=True):
+                close(a * (gate != 0), want * (gate != 0))
+        assert len({a.untyped_storage().data_ptr() for a in tiles.values()}) == len(tiles)       # as in test_recurrence
 
 
 # ---- omega.py: special cases, each against a formula that shares no code with it
@@ -2003,26 +2010,30 @@ def test_compiled_gates_have_no_gradient_in_half_precision(monkeypatch):
         close(a, b, 1e-7)
 
 
-@pytest.mark.parametrize("momentum", [False, True])
-def test_compiled_bands_take_no_product(momentum, monkeypatch):
-    """For a GPU, for which that is 5 % less to move, with the same numbers; in long windows the code would be long."""
+@pytest.mark.parametrize("preset, more", [("omeganet", {}), ("omeganet", dict(momentum=True)), ("titans", dict(window=9)), ("atlas", {}),
+                                          ("atlas", dict(momentum=False, muon_every=1))], ids=["omeganet", "momentum", "window", "atlas", "pairs"])
+def test_compiled_recurrences_take_a_tile_at_once(preset, more, monkeypatch):
+    """For a GPU, which then moves a tenth less than in products of whole chunks; with the same numbers. A chunk that is no whole number of tiles,
+    as the last may be, is one."""
     plain_again(monkeypatch)
-    monkeypatch.setitem(omega_module.UNROLLED, "cpu", 17)
+    monkeypatch.setitem(omega_module.TILE, "cpu", 4)
     monkeypatch.setattr(omega_module, "COMPILED", [(omega_module, "mixing")])
     products, backend = [], torch._dynamo.lookup_backend("aot_eager")
 
     def count(graph, inputs):
-        products.append(sum("matmul" in str(node.target) for part in graph.modules() if hasattr(part, "graph") for node in part.graph.nodes))
+        products.append([node.meta["example_value"].shape for part in graph.modules() if hasattr(part, "graph") for node in part.graph.nodes
+                         if "matmul" in str(node.target)])
         return backend(graph, inputs)
 
     omega_module.compile_chunks(backend=count, fullgraph=True)
-    for window in (3, 18):
-        model, x = shaken(small("omeganet", n_layer=1, momentum=momentum, window=window)), torch.randint(11, (2, 8))
-        compiled = forth_and_back(model, x)
-        with torch.compiler.set_stance("force_eager"):
-            for a, b in zip(compiled, forth_and_back(model, x), strict=True):
-                close(a, b)
-    assert products == ([2, 3] if momentum else [0, 1])       # P, u and G; P alone
+    model, x = shaken(small(preset, n_layer=1, chunk=16, **more)), torch.randint(11, (2, 38))
+    compiled = forth_and_back(model, x)
+    with torch.compiler.set_stance("force_eager"):
+        for a, b in zip(compiled, forth_and_back(model, x), strict=True):
+            close(a, b)
+    rows, muon = [max(shape[-2] for shape in of) for of in products], preset == "atlas" and model.config.momentum
+    assert rows == [4 if muon else 5, 6]                      # tokens of a tile, or four tiles and what is before them; the 6 tokens left
+    assert muon or max(shape.numel() for shape in products[0]) < 2 * 2 * 2 * 16 * 16           # of 2 chunks a head; by recur P would be a larger one
 
 
 @pytest.mark.parametrize("preset, step", [("titans", "learn_chunk"), ("atlas", "muon_learn")])
@@ -5468,14 +5479,20 @@ MUTANTS = [
     ("what follows a mixer is not compiled", "models.py", '[(Block, "after")]', "[]", "test_chunk_steps_compile_whole[omeganet]"),
     ("norms outside of what is compiled are not compiled", "models.py", ', (Norm, "forward")]', "]", "test_chunk_steps_compile_whole[omeganet]"),
     ("what follows a memory is not compiled", "models.py", ', (Memory, "finish")', "", "test_chunk_steps_compile_whole[omeganet]"),
-    ("bands begin a token late", "omega.py", "masked_fill(t < i - j", "masked_fill(t <= i - j", "test_bands"),
-    ("gradient of bands: that of another token", "omega.py", ".sum(-2)[..., j: j + c]", ".sum(-2)[..., :c]", "test_bands[7-4]"),
-    ("gradient of bands: of a factor as if it were in all", "omega.py", "(logs, rows)).sum(-1) - (rows * drows).sum(-1), drows",
-     "(logs, rows)).sum(-1), drows", "test_bands[7-4]"),
-    ("compiled, bands are products", "omega.py", "and rows.shape[-1] <= UNROLLED", "and False and UNROLLED", "test_compiled_bands_take_no_product"),
-    ("compiled, long windows are long code", "omega.py", "rows.shape[-1] <= UNROLLED.get", "0 < UNROLLED.get", "test_compiled_bands_take_no_product"),
-    ("the last row of a band is a view of it", "omega.py", "cumsum(-1), rows)\n        return y, y[..., -1, :].clone()",
-     "cumsum(-1), rows)\n        return y, y[..., -1, :]", "test_bands"),
+    ("compiled, the recurrence is one product", "omega.py", "b and c > b and c % b == 0 else 0", "False else 0",
+     "test_compiled_recurrences_take_a_tile_at_once[omeganet]"),
+    ("compiled, what is no whole number of tiles is cut into them", "omega.py", "c > b and c % b == 0 else", "c > b else",
+     "test_compiled_recurrences_take_a_tile_at_once[window]"),
+    ("compiled, P is not of tiles", "omega.py", "tiled_mixing(gates, b) if b", "plain_mixing(gates) if b",
+     "test_compiled_recurrences_take_a_tile_at_once[omeganet]"),
+    ("a tile does not go on from the one before it", "omega.py", "(y + kept * F.pad(after", "(y + 0 * kept * F.pad(after", "test_recurrence"),
+    ("a tile goes on from itself", "omega.py", "F.pad(after[..., :-1, :], (0, 0, 1, 0))[..., None, :]", "after[..., None, :]", "test_recurrence"),
+    ("W does not cross tiles with S", "omega.py", 'run(0, *(mix["across"]', 'run(0, *(0 * mix["across"]', "test_tiles_are_one_chunk"),
+    ("a tile's pairs are those of the first", "omega.py", "F.pad(a, (0, c)).flatten(-2)[..., : tiles * n].unflatten(-1, (tiles, n))",
+     "F.pad(a, (0, n - b - w + 1))", "test_tiles_are_one_chunk"),
+    ("a tile begins with the state after it", "omega.py", "a[..., :-1, None, to]", "a[..., 1:, None, to]", "test_tiles_are_one_chunk"),
+    ("what is left of a chunk's state is one tile's", "omega.py", "ends=after[..., n:, :]", "ends=(0 * after[..., n:, :] + 1)", "test_tiles_are_one_chunk"),
+    ("what tiles leave are views of their rows", "omega.py", "{name: a.clone() for name, a in views.items()}", "views", "test_tiles_are_one_chunk"),
     ("the last row of P is a view of it", "omega.py", "@ rows\n    return y, y[..., -1, :].clone()", "@ rows\n    return y, y[..., -1, :]",
      "test_recurrence"),
     ("a state that nobody uses has a gradient", "chunks.py", "[torch.zeros_like(d, dtype", "[torch.ones_like(d, dtype", "test_chunks_read_together"),
@@ -5530,7 +5547,7 @@ MUTANTS = [
     ("the state keeps idle pairs", "omega.py", "max(T + idle, missing), T)", "max(T, missing), T)", "test_omega_is_omega_ref[omeganet]"),
     ("first windows off by one", "omega.py", "(i >= missing)", "(i > missing)", "test_swla_by_brute_force"),
     ("first windows see padding", "omega.py", "(i >= missing)", "(i >= 0)", "test_omega_is_omega_ref[omeganet]"),
-    ("no momentum inside a chunk", "omega.py", "recur_band(gates.momentum, gates.gate)\n", "recur_band(0 * gates.momentum, gates.gate)\n", "test_titans"),
+    ("no momentum inside a chunk", "omega.py", "recur(gates.momentum, band(gates.gate))\n", "recur(0 * gates.momentum, band(gates.gate))\n", "test_titans"),
     ("momentum dropped from the carried state", "chunks.py", "back(1) if state.S",
      "tuple(0 * s for s in back(1)) if state.S", "test_omega_splits_anywhere"),
     ("window truncated at the end of a call", "omega.py", "k=last(ks), v=last(vs)",
@@ -5884,9 +5901,9 @@ MUTANTS = [
     ("the first anchor is M0 itself", "omega.py", "w.clone() for w in W)", "w for w in W)", "test_a_state_without_M0_does_not_move_with_it"),
     ("--muon-every 1 is warned of", "train.py", "every > 1 and tc.seq_len", "tc.seq_len", "test_windows_too_short_to_read_what_was_written"),
     ("few tokens' features as those of many", "poly.py", "few or torch", "torch", "test_a_token_takes_few_calls"),
-    ("one token's Theta Gate as that of many", "omega.py", "if c == 1:", "if False:", "test_a_token_takes_few_calls"),
+    ("one token's Theta Gate as that of many", "omega.py", "if c == 1:                                                # G", "if False:  # G", "test_a_token_takes_few_calls"),
     ("Theta Gate of one token, backwards", "omega.py", "rows.mT * gates.gate\n", "rows.mT * gates.gate.flip(-1)\n", "test_any_split_is_the_whole[atlas]"),
-    ("one row that recurs", "omega.py", "    if rows.shape[-2] == 1:\n        return rows, rows[..., 0, :]\n", "", "test_a_token_takes_few_calls"),
+    ("one row that recurs", "omega.py", "    if c == 1:\n        return rows, rows[..., 0, :]\n", "", "test_a_token_takes_few_calls"),
     ("one row by its factor", "omega.py", "return rows, rows[..., 0, :]", "return rows * factors[..., None], rows[..., 0, :]", "test_recurrence"),
     ("validation compiles chunk steps of its own", "chunks.py", "[a.detach() for a in group]", "group", "test_validation_compiles_nothing_anew"),
     ("the last chunk compiles a step of its own", "chunks.py", "dafter[:] = given", "dafter = slots[-1]", "test_chunk_steps_compile_whole[omeganet]"),

@@ -188,7 +188,7 @@ def main():
     args, share = vars(parser.parse_args()), 4                # a quarter of the tokens
     T = args.pop("seq_len") // share
     B = 8 * 1024 // T
-    for bound in (chunks.AT_ONCE, omega.PIECE, omega.UNROLLED):
+    for bound in (chunks.AT_ONCE, omega.PIECE, omega.TILE):
         bound["cpu"] = bound["cuda"]
     muon.exact_products = chunks.exact_products = lambda device: False           # TF32
     triton_helpers.set_driver_to_gpu = lambda: None           # every kernel's source asks for the one that is active
