@@ -685,7 +685,7 @@ class LM(nn.Module):
         omega.compile_chunks(**options)
         for block in self.blocks:
             if isinstance(block.mixer, Attention):
-                block.compile(**options)
+                block.compile(**omega.compiler(options))
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())

@@ -630,16 +630,26 @@ COMPILED = [(sys.modules[__name__], name) for name in ("mixing", "pairs_chunk")]
     "learn_chunk", "learn_chunk_backward", "write_rest_backward", "read_chunks", "read_chunks_backward",
     "muon_learn", "muon_learn_backward", "muon_read", "muon_stretch_backward")]
 
+# twice what inductor computes again rather than to write and read it: a convolution of four taps reads eight tensors
+AGAIN = dict(realize_reads_threshold=8, realize_opcount_threshold=60)
+
+
+def compiler(options):
+    """What torch.compile is told beside its `options`: AGAIN, but not where they name another compiler or how it is to go about it."""
+    if options.keys() & {"backend", "mode", "options"}:
+        return options
+    return options | dict(options={name: n for name, n in AGAIN.items() if name in torch._inductor.list_options()})
+
 
 def compile_chunks(**options):
     """torch.compile the loop's body once for all chunks and layers, as all of COMPILED: compiling the loop itself would unroll it, and take
-    minutes.
+    minutes. `options` are torch.compile's.
 
     Every shape by itself: they are few, and inductor (torch 2.13) gets the strides of some gradients wrong that are to fit all lengths.
     """
     chunks.Chunks.compiled = True
     chunks.compile_every_shape()
-    options.setdefault("dynamic", False)
+    options = compiler(dict(dynamic=False) | options)
     for module, name in COMPILED:
         f = getattr(module, name)
         setattr(module, name, torch.compile(getattr(f, "_torchdynamo_orig_callable", f), **options))

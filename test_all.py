@@ -2388,6 +2388,22 @@ def test_compile_memory_compiles_chunk_steps(preset, blocks, monkeypatch):
     assert seen == [(name, dict(mode="x")) for name in ("chunks", *blocks)]
 
 
+def test_what_the_compiler_is_told(monkeypatch):
+    """To write less and compute it again, memories and blocks of attention alike; not where another compiler is asked for, which knows nothing of
+    it, nor where a torch to come has dropped the name, which it would refuse."""
+    plain_again(monkeypatch)
+    told = []
+    monkeypatch.setattr(torch, "compile", lambda f, **options: told.append(options) or f)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: told.append(options))
+    small("transformer").compile_memory()
+    again, parts = dict(options=omega_module.AGAIN), len(omega_module.COMPILED)
+    assert told == [dict(dynamic=False) | again] * parts + [again] * 2 and len(again["options"]) == 2
+    for given in (dict(backend="eager"), dict(mode="max-autotune"), dict(options={})):
+        assert omega_module.compiler(given) == given
+    monkeypatch.setattr(torch._inductor, "list_options", list)
+    assert omega_module.compiler({}) == dict(options={})
+
+
 @pytest.mark.parametrize("preset", ["titans", "atlas", "transformer"])
 @torch.no_grad()
 def test_state_bytes_counts_each_tensor_once(preset):
@@ -5472,7 +5488,7 @@ MUTANTS = [
     ("gradient of a chunk: not through the last bound", "chunks.py", "        d[:, 0].mul_(ball[-N:])", "        pass",
      "test_ball_is_the_reference[omeganet]"),
     ("gelu again: half of Phi", "memory.py", ".erf_().add_(1).mul_(0.5)", ".erf_().add_(1).mul_(0.25)", "test_omega_is_omega_ref[titans]"),
-    ("a transformer's attention is not compiled", "models.py", "                block.compile(**options)", "                pass",
+    ("a transformer's attention is not compiled", "models.py", "                block.compile(**omega.compiler(options))", "                pass",
      "test_blocks_of_a_transformer_compile_whole"),
     ("blocks with a memory are compiled whole", "models.py", "            if isinstance(block.mixer, Attention):\n                block.compile",
      "            if True:\n                block.compile", "test_compile_memory_compiles_chunk_steps[atlas-blocks0]"),
@@ -5493,6 +5509,13 @@ MUTANTS = [
     ("a tile begins with the state after it", "omega.py", "a[..., :-1, None, to]", "a[..., 1:, None, to]", "test_tiles_are_one_chunk"),
     ("what is left of a chunk's state is one tile's", "omega.py", "ends=after[..., n:, :]", "ends=(0 * after[..., n:, :] + 1)", "test_tiles_are_one_chunk"),
     ("what tiles leave are views of their rows", "omega.py", "{name: a.clone() for name, a in views.items()}", "views", "test_tiles_are_one_chunk"),
+    ("the compiler writes what it could compute again", "omega.py", "for name, n in AGAIN.items() if name in", "for name, n in {}.items() if name in",
+     "test_what_the_compiler_is_told"),
+    ("blocks of attention are compiled otherwise", "models.py", "block.compile(**omega.compiler(options))", "block.compile(**options)",
+     "test_what_the_compiler_is_told"),
+    ("a compiler without the option is told of it", "omega.py", " if name in torch._inductor.list_options()})", "})", "test_what_the_compiler_is_told"),
+    ("what was asked of the compiler is replaced", "omega.py", 'options.keys() & {"backend", "mode", "options"}', "False",
+     "test_what_the_compiler_is_told"),
     ("the last row of P is a view of it", "omega.py", "@ rows\n    return y, y[..., -1, :].clone()", "@ rows\n    return y, y[..., -1, :]",
      "test_recurrence"),
     ("a state that nobody uses has a gradient", "chunks.py", "[torch.zeros_like(d, dtype", "[torch.ones_like(d, dtype", "test_chunks_read_together"),

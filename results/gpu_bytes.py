@@ -28,6 +28,7 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
+import torch._inductor.config
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
@@ -110,7 +111,7 @@ def lowered(graph, inputs):
         work = sum(flops(node.target.name().split("::")[1].split(".")[0], [value(a) for a in node.args])
                    for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
         kernels = GraphLowering(graph, example_inputs=inputs)
-        with V.set_graph_handler(kernels), V.set_debug_handler(DebugContext()):
+        with V.set_graph_handler(kernels), V.set_debug_handler(DebugContext()), torch._inductor.config.patch(omega.AGAIN):
             kernels.run(*inputs)
             code = kernels.codegen()[0].value
             nodes = [node for node in kernels.scheduler.nodes if not isinstance(node, NopKernelSchedulerNode)]
