@@ -1338,6 +1338,17 @@ def test_rope_far_into_a_stream():
     close(far, near, 1e-5)
 
 
+@every_preset
+def test_block_is_a_residual_of_each_half(preset):
+    """A mixer or a SwiGLU that is subtracted would be learned as well; one that reads what is not normed, or x and not h, nearly so."""
+    block, x = shaken(small(preset)).blocks[0], randn(2, 7, 16)
+    rms = lambda x, norm: norm.weight * x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt()
+    h = x + block.mixer(rms(x, block.norm1))[0]
+    r, m = rms(h, block.norm2), block.mlp
+    gate = r @ m.gate.weight.mT
+    close(block(x)[0], h + (gate / (1 + (-gate).exp()) * (r @ m.up.weight.mT)) @ m.out.weight.mT)
+
+
 def test_norm_is_one_function_in_every_precision():
     """torch's own eps goes with the dtype: a first read of 1e-5 would be another number in float64, where gradients are checked."""
     x, norm = 1e-5 * randn(3, 8), models.Norm(8)
@@ -2235,7 +2246,7 @@ def test_odd_but_right_configurations():
 def test_bad_arguments():
     """A traceback from somewhere inside, or an answer."""
     prompt, x = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1)
-    for how in (dict(temperature=-1.0), dict(top_k=-1)):
+    for how in (dict(temperature=-1.0), dict(top_k=-1), dict(top_p=-0.5)):
         with pytest.raises(ValueError, match="at least 0"):
             next(small("atlas").generate(prompt, 1, **how))
     with pytest.raises(ValueError, match="gated"):
@@ -4064,7 +4075,7 @@ def test_two_processes_train_like_one(text, tmp_path, capsys):
     """Gradients not added, or of the wrong share, change the loss; a step that only one of them takes waits for ever."""
     flags = ["--optimizer", "muon", "--grad-accum", "4", "--steps", "6"]
     assert go(text, tmp_path / "one", *flags) == 0
-    capsys.readouterr()
+    assert " processes" not in capsys.readouterr().out
     with socket.socket() as a, socket.socket() as b:
         a.bind(("127.0.0.1", 0))
         b.bind(("127.0.0.1", 0))
@@ -5041,7 +5052,7 @@ def test_stream_tells_growth_and_nan(capsys, monkeypatch):
     assert eval.stream(cache, ids, 20_000) == 1
     cache.config = replace(cache.config, mixer="attention", attn_window=0)       # it has to grow
     assert eval.stream(cache, ids, 20_000) == 0
-    assert f"{math.log(5):.4f}" in capsys.readouterr().out
+    assert f"  {math.log(5):.4f}" in capsys.readouterr().out  # and no minus
     grow = lambda state: (torch.zeros(4 if state is None else len(state[0]) + 4),)
     assert eval.stream(Stub(uniform, grow), ids, 20_000) == 1
     slowly = lambda state: (torch.zeros(1000 if state is None else len(state[0]) + 5),)          # by 9 % from the first tenth to the last
@@ -5516,6 +5527,10 @@ MUTANTS = [
     ("a compiler without the option is told of it", "omega.py", " if name in torch._inductor.list_options()})", "})", "test_what_the_compiler_is_told"),
     ("what was asked of the compiler is replaced", "omega.py", 'options.keys() & {"backend", "mode", "options"}', "False",
      "test_what_the_compiler_is_told"),
+    ("what the mixer answers is subtracted", "models.py", "x = x + self.dropout(y)", "x = x - self.dropout(y)", "test_block_is_a_residual_of_each_half"),
+    ("the SwiGLU reads what is not normed", "models.py", "self.mlp(self.norm2(x))", "self.mlp(x)", "test_block_is_a_residual_of_each_half"),
+    ("top_p below 0 is taken", "models.py", "top_k >= 0 and top_p >= 0", "top_k >= 0", "test_bad_arguments"),
+    ("a stream's loss is below 0", "eval.py", "total + loss", "total - loss", "test_stream_tells_growth_and_nan"),
     ("the last row of P is a view of it", "omega.py", "@ rows\n    return y, y[..., -1, :].clone()", "@ rows\n    return y, y[..., -1, :]",
      "test_recurrence"),
     ("a state that nobody uses has a gradient", "chunks.py", "[torch.zeros_like(d, dtype", "[torch.ones_like(d, dtype", "test_chunks_read_together"),

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, from the project's root: bash results/gpu.sh [-o folder for the logs] [part ...]
-# Parts: tests 256 graph half layer 64 step long decode exact every, all of them by default, in this order; and 128. Each takes 3 to 10 minutes, much
-# of it torch.compile's, and leaves one log, layer, step and decode their JSON as well. Without --remat batches are what by count (gpu_bytes.py) fits.
+# Parts: tests 256 graph half layer 64 step long decode exact every, all of them by default, in this order; and 128, tune. Each takes 3 to 10 minutes,
+# much of it torch.compile's, and leaves one log, layer, step and decode their JSON as well. Without --remat batches are what by count (gpu_bytes.py) fits.
 # gpu_table.py makes a table of the training runs, with MFU.
 # DEVICE=cpu SIZE=tiny STEPS=2 LONG=512 bash results/gpu.sh -o /tmp/logs exact 64 long every     tries the script where there is no GPU
 set -uo pipefail
@@ -14,7 +14,7 @@ work=$(mktemp -d -p /dev/shm 2>/dev/null || mktemp -d)        # a checkpoint of 
 trap 'rm -rf "$work"' EXIT
 
 train() {                                                     # stopped before any validation; one that hangs does not take the others' time
-    timeout 240 python3 train.py --device "$device" --data pydoc --warmup 1 --out "$work/run" "$@" 2>&1
+    timeout ${limit:-240} python3 train.py --device "$device" --data pydoc --warmup 1 --out "$work/run" "$@" 2>&1
     rm -rf "$work/run"
 }
 
@@ -37,7 +37,9 @@ half() {                                                      # the memory in bf
     for model in titans omeganet; do speed "$size $model, half" --model $model --batch-size 4 --chunk 256 --memory-dtype bfloat16 "$@"; done
     speed "$size omeganet, half, 128" --model omeganet --batch-size 4 --chunk 128 --memory-dtype bfloat16 "$@"
     speed "$size atlas, half" --model atlas --batch-size 2 --chunk 256 --muon-every 256 --memory-dtype bfloat16 --ns-dtype bfloat16 "$@"
-    speed "$size omeganet, half, $long" --model omeganet --batch-size 1 --seq-len "$long" --chunk 256 --memory-dtype bfloat16 "$@"
+    for model in titans omeganet; do
+        speed "$size $model, half, $long" --model $model --batch-size 1 --seq-len "$long" --chunk 256 --memory-dtype bfloat16 "$@"
+    done
 }
 
 bench() {                                                     # bench <name> <flags>
@@ -69,6 +71,11 @@ run() {
         speed "$size omeganet, graph" --model omeganet --batch-size 2 --chunk 256 --cuda-graph
         speed "$size transformer, graph, $long" --model transformer --batch-size 1 --seq-len "$long" --cuda-graph ;;
     half) half ;;
+    tune)                                                     # products by Triton, too, each as is fastest, with what follows: minutes to compile
+        for model in titans omeganet; do
+            limit=580 TORCHINDUCTOR_MAX_AUTOTUNE_GEMM=1 \
+                speed "$size $model, tuned" --model $model --batch-size 4 --chunk 256 --memory-dtype bfloat16 --cuda-graph
+        done ;;
     layer) bench layer --part layer --part rule $models ;;
     step) bench step --part step $models ;;
     decode) bench decode --part decode --part peers --model transformer --model omeganet --model atlas ;;
