@@ -392,8 +392,8 @@ def tiled_mixing(gates, b):
         first = F.pad(torch.eye(s, dtype=rows.dtype, device=rows.device)[i], (n, 0)).expand_as(rows[..., :1, :])
         return recur(F.pad(ends[..., i], (1, 0), value=1.0), torch.cat([first, rows], -2))[0]
 
-    G = [run(1)] if s == 2 else []
-    runs = [run(0, *(mix["across"][..., 0] * g[..., :-1, :] for g in G)), *G]
+    G = [run(1)] if s == 2 else []                            # of S
+    runs = [run(0, *(mix["across"][..., 0] * g[..., :-1, :] for g in G)), *G]                          # of W, to which a tile adds u S; and of S
     found = lambda to: sum(coef[..., i: i + 1] * a[..., :-1, None, to] for i, a in enumerate(runs))    # (.., tiles, b, n or s)
     own, after = spread(mix["P"].transpose(-3, -2)).transpose(-3, -2), torch.stack([a[..., -1, :] for a in runs], -1)
     P, coef = (a.flatten(-3, -2) for a in (found(slice(n)) + own, found(slice(n, None))))
@@ -630,13 +630,14 @@ COMPILED = [(sys.modules[__name__], name) for name in ("mixing", "pairs_chunk")]
     "learn_chunk", "learn_chunk_backward", "write_rest_backward", "read_chunks", "read_chunks_backward",
     "muon_learn", "muon_learn_backward", "muon_read", "muon_stretch_backward")]
 
-# twice what inductor computes again rather than to write and read it: a convolution of four taps reads eight tensors
+# for a GPU, twice what inductor computes again rather than to write and read it: a convolution of four taps reads eight tensors. On a CPU that is no
+# faster, and its C++ (torch 2.13) can write past the end of a tensor of two numbers a row.
 AGAIN = dict(realize_reads_threshold=8, realize_opcount_threshold=60)
 
 
 def compiler(options):
     """What torch.compile is told beside its `options`: AGAIN, but not where they name another compiler or how it is to go about it."""
-    if options.keys() & {"backend", "mode", "options"}:
+    if not torch.cuda.is_available() or options.keys() & {"backend", "mode", "options"}:
         return options
     return options | dict(options={name: n for name, n in AGAIN.items() if name in torch._inductor.list_options()})
 

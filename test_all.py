@@ -2400,9 +2400,12 @@ def test_compile_memory_compiles_chunk_steps(preset, blocks, monkeypatch):
 
 
 def test_what_the_compiler_is_told(monkeypatch):
-    """To write less and compute it again, memories and blocks of attention alike; not where another compiler is asked for, which knows nothing of
-    it, nor where a torch to come has dropped the name, which it would refuse."""
+    """To write less and compute it again, memories and blocks of attention alike; not without a GPU, where that is no gain, not where another
+    compiler is asked for, which knows nothing of it, nor where a torch to come has dropped the name, which it would refuse."""
     plain_again(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert omega_module.compiler({}) == {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     told = []
     monkeypatch.setattr(torch, "compile", lambda f, **options: told.append(options) or f)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: told.append(options))
@@ -5524,8 +5527,10 @@ MUTANTS = [
      "test_what_the_compiler_is_told"),
     ("blocks of attention are compiled otherwise", "models.py", "block.compile(**omega.compiler(options))", "block.compile(**options)",
      "test_what_the_compiler_is_told"),
+    ("a CPU's compiler is told what is for a GPU", "omega.py", "if not torch.cuda.is_available() or options", "if options",
+     "test_what_the_compiler_is_told"),
     ("a compiler without the option is told of it", "omega.py", " if name in torch._inductor.list_options()})", "})", "test_what_the_compiler_is_told"),
-    ("what was asked of the compiler is replaced", "omega.py", 'options.keys() & {"backend", "mode", "options"}', "False",
+    ("what was asked of the compiler is replaced", "omega.py", 'is_available() or options.keys() & {"backend", "mode", "options"}', "is_available()",
      "test_what_the_compiler_is_told"),
     ("what the mixer answers is subtracted", "models.py", "x = x + self.dropout(y)", "x = x - self.dropout(y)", "test_block_is_a_residual_of_each_half"),
     ("the SwiGLU reads what is not normed", "models.py", "self.mlp(self.norm2(x))", "self.mlp(x)", "test_block_is_a_residual_of_each_half"),
