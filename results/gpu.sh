@@ -34,12 +34,12 @@ exact() {                                                     # bfloat16, TF32 a
 }
 
 half() {                                                      # the memory in bfloat16, too
-    for model in titans omeganet; do speed "$size $model, half" --model $model --batch-size 4 --chunk 256 --memory-dtype bfloat16 "$@"; done
+    speed "$size titans, half" --model titans --batch-size 8 --chunk 256 --memory-dtype bfloat16 "$@"
+    speed "$size omeganet, half" --model omeganet --batch-size 4 --chunk 256 --memory-dtype bfloat16 "$@"
     speed "$size omeganet, half, 128" --model omeganet --batch-size 4 --chunk 128 --memory-dtype bfloat16 "$@"
     speed "$size atlas, half" --model atlas --batch-size 2 --chunk 256 --muon-every 256 --memory-dtype bfloat16 --ns-dtype bfloat16 "$@"
-    for model in titans omeganet; do
-        speed "$size $model, half, $long" --model $model --batch-size 1 --seq-len "$long" --chunk 256 --memory-dtype bfloat16 "$@"
-    done
+    speed "$size titans, half, $long" --model titans --batch-size 2 --seq-len "$long" --chunk 256 --memory-dtype bfloat16 "$@"
+    speed "$size omeganet, half, $long" --model omeganet --batch-size 1 --seq-len "$long" --chunk 256 --memory-dtype bfloat16 "$@"
 }
 
 bench() {                                                     # bench <name> <flags>
