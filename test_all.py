@@ -1982,7 +1982,7 @@ def test_chunk_steps_compile_whole(preset, graphs, monkeypatch):
     made, backend = [], torch._dynamo.lookup_backend("aot_eager")
     if preset == "atlas":                                     # what is done with all tokens at once is the same for both
         monkeypatch.setattr(omega_module, "COMPILED", [part for part in omega_module.COMPILED if part[0] is chunks or part[1] == "mixing"])
-    model, x, limits, empty = shaken(small(preset, n_layer=1, momentum=True)), torch.randint(11, (2, 12)), [], chunks.empty_like
+    model, x, limits, empty = shaken(small(preset, n_layer=1, momentum=True, ns_steps=2)), torch.randint(11, (2, 12)), [], chunks.empty_like
     gradient = lambda loss: torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     plain = gradient(model(x)[0].square().mean())
     monkeypatch.setattr(chunks, "empty_like", lambda a: limits.append(torch._dynamo.config.recompile_limit) or empty(a))     # in backward
