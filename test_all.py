@@ -2796,15 +2796,19 @@ def test_ids_out_of_range():
 
 
 def test_char_encode_is_fast():
-    """A megabyte must not be encoded character by character (a dict lookup each takes ten times this long)."""
+    """A megabyte must not be encoded character by character (a dict lookup each takes four times as long)."""
     text = "".join(map(chr, range(32, 97))) * 17_000
     t = data.make_tokenizer("char", text)
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        t.encode(text)
-        taken.append(time.perf_counter() - start)
-    assert min(taken) < 0.3
+    ids, taken = {c: i for i, c in enumerate(sorted(set(text)))}, []
+
+    def seconds(work):
+        start = time.process_time()
+        work(text)
+        return time.process_time() - start
+    for _ in range(3):                                        # in turn, so that whatever slows this machine slows both
+        taken.append((seconds(t.encode), seconds(lambda text: [ids[c] for c in text])))
+    mine, lookups = map(min, zip(*taken))
+    assert mine < lookups / 2
 
 
 def test_gpt2_is_gpt2s(monkeypatch, capsys):
@@ -2925,8 +2929,9 @@ def test_token_files_are_the_text(tmp_path, monkeypatch, kind):
 
 # the program stopped while it cuts what it has encoded
 STOPPED = """
-import os, runpy, shutil, sys
+import os, runpy, shutil, signal, sys
 _, program, number, *flags = sys.argv
+signal.signal(signal.SIGINT, signal.default_int_handler)      # ignored in all that is run by a script's "pytest &"
 shutil.copyfileobj, sys.argv = lambda *_: os.kill(os.getpid(), int(number)), [program, *flags]
 runpy.run_path(program, run_name="__main__")
 """
