@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, from the project's root: bash results/gpu.sh [-o folder for the logs] [part ...]
 # Parts: tests 256 graph half layer 64 step long decode exact every, all of them by default, in this order; and 128, tune. Each takes 3 to 10 minutes,
-# much of it torch.compile's, and leaves one log, layer, step and decode their JSON as well. Without --remat batches are what by count (gpu_bytes.py) fits.
+# much of it torch.compile's, and leaves one log, layer, step and decode their JSON as well. Without --remat batches are what by count (gpu_bytes.py) fits
+# into 139 GiB; on a smaller GPU all are half as large.
 # gpu_table.py makes a table of the training runs, with MFU.
 # DEVICE=cpu SIZE=tiny STEPS=2 LONG=512 bash results/gpu.sh -o /tmp/logs exact 64 long every     tries the script where there is no GPU
 set -uo pipefail
@@ -9,6 +10,7 @@ out=results
 if [ "${1:-}" = -o ]; then out=$2; shift 2; fi
 mkdir -p "$out" || exit
 device=${DEVICE:-cuda} size=${SIZE:-340m} steps=${STEPS:-20} long=${LONG:-16384}
+share=$(python3 -c 'import torch; print(1 + (torch.cuda.is_available() and torch.cuda.mem_get_info()[1] < 100 * 2**30))')
 export PYTHONUNBUFFERED=1 PYTORCH_ALLOC_CONF=expandable_segments:True
 work=$(mktemp -d -p /dev/shm 2>/dev/null || mktemp -d)        # a checkpoint of 340m is 4 GiB, which no one reads
 trap 'rm -rf "$work"' EXIT
@@ -17,6 +19,8 @@ train() {                                                     # stopped before a
     timeout ${limit:-240} python3 train.py --device "$device" --data pydoc --warmup 1 --out "$work/run" "$@" 2>&1
     rm -rf "$work/run"
 }
+
+batch() { echo "--batch-size $(($1 < share ? 1 : $1 / share))"; }
 
 speed() {                                                     # speed <name> <flags>: tokens/s of the last steps
     echo "== $*"
@@ -34,12 +38,12 @@ exact() {                                                     # bfloat16, TF32 a
 }
 
 half() {                                                      # the memory in bfloat16, too
-    speed "$size titans, half" --model titans --batch-size 8 --chunk 256 --memory-dtype bfloat16 "$@"
-    speed "$size omeganet, half" --model omeganet --batch-size 4 --chunk 256 --memory-dtype bfloat16 "$@"
-    speed "$size omeganet, half, 128" --model omeganet --batch-size 4 --chunk 128 --memory-dtype bfloat16 "$@"
-    speed "$size atlas, half" --model atlas --batch-size 2 --chunk 256 --muon-every 256 --memory-dtype bfloat16 --ns-dtype bfloat16 "$@"
-    speed "$size titans, half, $long" --model titans --batch-size 2 --seq-len "$long" --chunk 256 --memory-dtype bfloat16 "$@"
-    speed "$size omeganet, half, $long" --model omeganet --batch-size 1 --seq-len "$long" --chunk 256 --memory-dtype bfloat16 "$@"
+    speed "$size titans, half" --model titans $(batch 8) --chunk 256 --memory-dtype bfloat16 "$@"
+    speed "$size omeganet, half" --model omeganet $(batch 4) --chunk 256 --memory-dtype bfloat16 "$@"
+    speed "$size omeganet, half, 128" --model omeganet $(batch 4) --chunk 128 --memory-dtype bfloat16 "$@"
+    speed "$size atlas, half" --model atlas $(batch 2) --chunk 256 --muon-every 256 --memory-dtype bfloat16 --ns-dtype bfloat16 "$@"
+    speed "$size titans, half, $long" --model titans $(batch 2) --seq-len "$long" --chunk 256 --memory-dtype bfloat16 "$@"
+    speed "$size omeganet, half, $long" --model omeganet $(batch 1) --seq-len "$long" --chunk 256 --memory-dtype bfloat16 "$@"
 }
 
 bench() {                                                     # bench <name> <flags>
@@ -52,38 +56,38 @@ run() {
     case $1 in
     tests) python3 -m pytest -q test_all.py 2>&1 ;;
     256)                                                      # tokens that share a gradient point, and one Newton-Schulz
-        for model in transformer linear titans; do speed "$size $model" --model $model --batch-size 4 --chunk 256; done
-        speed "$size omeganet" --model omeganet --batch-size 2 --chunk 256
-        for model in omeganet atlas; do speed "$size $model" --model $model --batch-size 8 --chunk 256 --muon-every 256 --remat; done
-        speed "$size atlas, Newton-Schulz in bfloat16" --model atlas --batch-size 8 --chunk 256 --muon-every 256 --remat --ns-dtype bfloat16 ;;
+        for model in transformer linear titans; do speed "$size $model" --model $model $(batch 4) --chunk 256; done
+        speed "$size omeganet" --model omeganet $(batch 2) --chunk 256
+        for model in omeganet atlas; do speed "$size $model" --model $model $(batch 8) --chunk 256 --muon-every 256 --remat; done
+        speed "$size atlas, Newton-Schulz in bfloat16" --model atlas $(batch 8) --chunk 256 --muon-every 256 --remat --ns-dtype bfloat16 ;;
     long)
-        speed "$size transformer $long" --model transformer --batch-size 2 --seq-len "$long"
+        speed "$size transformer $long" --model transformer $(batch 2) --seq-len "$long"
         for model in linear titans omeganet atlas; do
-            speed "$size $model $long" --model $model --batch-size 4 --seq-len "$long" --chunk 256 --muon-every 256 --remat
+            speed "$size $model $long" --model $model $(batch 4) --seq-len "$long" --chunk 256 --muon-every 256 --remat
         done ;;
     64 | 128)
         for model in linear titans omeganet atlas; do
-            speed "$size $model $1" --model $model --batch-size 4 --chunk "$1" --muon-every "$1" --remat
+            speed "$size $model $1" --model $model $(batch 4) --chunk "$1" --muon-every "$1" --remat
         done ;;
     graph)                                                    # one launch a pass
-        speed "$size transformer, graph" --model transformer --batch-size 4 --cuda-graph
+        speed "$size transformer, graph" --model transformer $(batch 4) --cuda-graph
         half --cuda-graph
-        speed "$size omeganet, graph" --model omeganet --batch-size 2 --chunk 256 --cuda-graph
-        speed "$size transformer, graph, $long" --model transformer --batch-size 1 --seq-len "$long" --cuda-graph ;;
+        speed "$size omeganet, graph" --model omeganet $(batch 2) --chunk 256 --cuda-graph
+        speed "$size transformer, graph, $long" --model transformer $(batch 1) --seq-len "$long" --cuda-graph ;;
     half) half ;;
     tune)                                                     # products by Triton, too, each as is fastest, with what follows: minutes to compile
         for model in titans omeganet; do
             limit=580 TORCHINDUCTOR_MAX_AUTOTUNE_GEMM=1 \
-                speed "$size $model, tuned" --model $model --batch-size 4 --chunk 256 --memory-dtype bfloat16 --cuda-graph
+                speed "$size $model, tuned" --model $model $(batch 4) --chunk 256 --memory-dtype bfloat16 --cuda-graph
         done ;;
     layer) bench layer --part layer --part rule $models ;;
     step) bench step --part step $models ;;
     decode) bench decode --part decode --part peers --model transformer --model omeganet --model atlas ;;
     exact) exact ;;
     every)                                                    # Newton-Schulz for every 16th token, and for every one, as the paper
-        speed "$size atlas every 16" --model atlas --batch-size 1 --chunk 64 --muon-every 16 --remat --steps 6 --stop-after 5 --log-every 1
-        speed "$size atlas every 1" --model atlas --batch-size 1 --chunk 64 --muon-every 1 --remat --seq-len 256 --steps 4 --stop-after 3 --log-every 1
-        speed "$size atlas every 1, no momentum" --model atlas --batch-size 1 --chunk 64 --muon-every 1 --no-momentum --matmul highest --remat \
+        speed "$size atlas every 16" --model atlas $(batch 1) --chunk 64 --muon-every 16 --remat --steps 6 --stop-after 5 --log-every 1
+        speed "$size atlas every 1" --model atlas $(batch 1) --chunk 64 --muon-every 1 --remat --seq-len 256 --steps 4 --stop-after 3 --log-every 1
+        speed "$size atlas every 1, no momentum" --model atlas $(batch 1) --chunk 64 --muon-every 1 --no-momentum --matmul highest --remat \
             --steps 6 --stop-after 5 --log-every 1 ;;
     *) echo "error: no part $1" ;;
     esac
