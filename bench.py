@@ -503,7 +503,7 @@ def part_decode(bench):
             states = {n: filled(begun, n) for n in positions if 8 * n * model.config.n_embd <= 2**28}
         else:
             states = reach(bench, model, positions, math.inf if bench.quick else 0.4 * left)
-        n = 8 if name == "transformer" else model.config.chunk       # a whole chunk: each run meets its end once
+        n = 8 if name == "transformer" or bench.quick else model.config.chunk    # a whole chunk: each run meets its end once
         runs = {position: decode_run(model, state, n) for position, state in states.items()}
         for position, t in race(runs, 0.1 * left, bench.device).items():
             ms, size = 1e3 * t["median_s"] / n, models.state_bytes(states[position])

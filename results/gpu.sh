@@ -10,7 +10,8 @@ out=results
 if [ "${1:-}" = -o ]; then out=$2; shift 2; fi
 mkdir -p "$out" || exit
 device=${DEVICE:-cuda} size=${SIZE:-340m} steps=${STEPS:-20} long=${LONG:-16384}
-share=$(python3 -c 'import torch; print(1 + (torch.cuda.is_available() and torch.cuda.mem_get_info()[1] < 100 * 2**30))')
+MiB=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
+share=$((1 + (${MiB:-200000} < 100000)))                      # of a batch, which a smaller GPU takes
 export PYTHONUNBUFFERED=1 PYTORCH_ALLOC_CONF=expandable_segments:True
 work=$(mktemp -d -p /dev/shm 2>/dev/null || mktemp -d)        # a checkpoint of 340m is 4 GiB, which no one reads
 trap 'rm -rf "$work"' EXIT
