@@ -776,7 +776,7 @@ def select(state, rows):
     """
     def chosen(t):                                            # a slice of t would keep (and torch.save) the others' memories, too
         which = torch.arange(len(t), device=t.device)[rows]
-        if which.dim() != 1:
+        if which.dim() != 1 or isinstance(rows, list) and any(isinstance(row, float) for row in rows):           # of which torch drops the fraction
             raise ValueError(f"rows are a slice, or a list or tensor of row numbers, not {rows!r}")
         return t[which]
     return mapped(state, chosen, lambda m: m)
@@ -819,13 +819,14 @@ def main(argv=()):
     if argv:
         print(f"error: models.py takes no arguments, not {' '.join(argv)}; it lists the models", file=sys.stderr)
         return 2
-    print(f"{'model':16}{'decay':>7}{'deep':>6}{'phi':>5}{'2nd':>5}{'window':>8}{'parameters':>12}{'state bytes at 256, 1024 tokens':>34}")
+    lines = [f"{'model':16}{'decay':>7}{'deep':>6}{'phi':>5}{'2nd':>5}{'window':>8}{'parameters':>12}{'state bytes at 256, 1024 tokens':>34}"]
     for name in PRESETS:
         model = build(name)
         marks = ["x" if p else "-" for p in properties(model.config)]
         with torch.no_grad():
             a, b = (f"{state_bytes(model(torch.zeros(1, T, dtype=torch.long))[1]):,}" for T in (256, 1024))
-        print(f"{name:16}{marks[0]:>7}{marks[1]:>6}{marks[2]:>5}{marks[3]:>5}{marks[4]:>8}{model.num_params():>12,}{a:>18}{b:>16}")
+        lines.append(f"{name:16}{marks[0]:>7}{marks[1]:>6}{marks[2]:>5}{marks[3]:>5}{marks[4]:>8}{model.num_params():>12,}{a:>18}{b:>16}")
+    print("\n".join([*lines, ""]), end="")                     # in one write: no later line finds that `| head` is gone
 
 
 if __name__ == "__main__":

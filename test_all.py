@@ -1780,8 +1780,9 @@ def test_select_of_lists_slices_and_single_numbers():
     assert models.state_bytes([*state]) == models.state_bytes(dict(a=state)) == models.state_bytes(state) > 0
     one = models.select(state, slice(0, 1))
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors(one) if not isinstance(t, torch.nn.Parameter))
-    with pytest.raises(ValueError, match="rows are a slice, or a list"):
-        models.select(state, 1)
+    for rows in (1, [0.7]):
+        with pytest.raises(ValueError, match="rows are a slice, or a list"):
+            models.select(state, rows)
 
 
 @every_preset
@@ -2351,6 +2352,10 @@ def test_models_py_prints_the_models_of_the_paper(monkeypatch, capsys):
     memory = 2 * 4 * (8 * 16 * 16 + 3 * 3 * 128)              # W of 8 heads and three inputs of the convolution, at any length
     assert said == [["transformer", *"--xx-", "910,752", f"{cache:,}", f"{4 * cache:,}"], ["linear", *"-----", "878,192", f"{memory:,}", f"{memory:,}"]]
     assert "no arguments, not --model" in refused(capsys, models.main, "--model")
+    written = []                                              # of a second write `| head` would be gone: a traceback
+    monkeypatch.setattr(sys, "stdout", argparse.Namespace(write=written.append))
+    models.main()
+    assert len(written) == 1 and written[0].endswith("\n")
 
 
 @pytest.mark.parametrize("cls", [models.Config, train.TrainConfig])
@@ -5998,6 +6003,9 @@ MUTANTS = [
      "test_log_rows_of_lost_steps_are_dropped"),
     ("denormals stay", "train.py", "set_flush_denormal(True)", "set_flush_denormal(False)", "test_denormals_are_flushed"),
     ("detach detaches nothing", "models.py", "else t.detach()\n", "else t\n", "test_detach"),
+    ("rows that are no whole numbers are rounded", "models.py", "isinstance(rows, list) and any", "False and any",
+     "test_select_of_lists_slices_and_single_numbers"),
+    ("the table of models in two writes", "models.py", '"\\n".join([*lines, ""]), end=""', '"\\n".join(lines)', "test_models_py_prints_the_models_of_the_paper"),
     ("a list of states is not selected", "models.py", "isinstance(state, (tuple, list)):\n        parts", "isinstance(state, tuple):\n        parts",
      "test_select_of_lists_slices_and_single_numbers"),
     ("a slice of a state holds all of it", "models.py", "return t[which]", "return t[rows]", "test_select_of_lists_slices_and_single_numbers"),
