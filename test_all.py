@@ -3675,7 +3675,7 @@ def tapes_for_graphs(patch, make=Tape):
         patch.setattr(torch.cuda, name, fake)
 
 
-def steps(model, tc, record, n=3):
+def steps(model, tc, record, n=2):
     """n steps of training -> losses and norms; the weights after them; what train.record made, if it was to."""
     ids, optimizers = torch.randint(11, (500,), generator=torch.Generator().manual_seed(0)), train.make_optimizers(model, tc)
     torch.manual_seed(1)
@@ -4437,8 +4437,9 @@ def test_the_gpu_script_makes_its_folder(tmp_path):
     assert "no part none" in (tmp_path / "new" / "logs" / "gpu-none.log").read_text() and not done.stderr
 
 
-def test_matmul_is_what_torch_multiplies_with(text, tmp_path, capsys):
+def test_matmul_is_what_torch_multiplies_with(text, tmp_path, capsys, monkeypatch):
     """--matmul that does nothing."""
+    monkeypatch.setattr(bench, "PARTS", dict(rule=(lambda b: None, 1)))
     for matmul in ("medium", "highest"):
         go(text, tmp_path / matmul, "--steps", 1, "--matmul", matmul)
         assert torch.get_float32_matmul_precision() == matmul
@@ -4992,6 +4993,7 @@ def test_a_peer_that_breaks_does_not_break_the_bench(capsys, monkeypatch):
         def __init__(self, *_, **__):
             raise TypeError("unexpected keyword")
     fake = argparse.Namespace(MemoryMLP=Broken, NeuralMemory=Broken)
+    monkeypatch.setattr(gc, "collect", lambda: None)
     monkeypatch.setitem(sys.modules, "titans_pytorch", fake)
     bench.part_peers(a_bench())
     out = capsys.readouterr().out
