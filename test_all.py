@@ -6090,6 +6090,9 @@ def mutants(only=""):
             return {0: False, 1: True}.get(done.returncode)
 
     chosen = [m for m in MUTANTS if only in m[0]]
+    if not chosen:
+        print(f"no mutant has {only!r} in its name")
+        return 1
     if failed(sorted({m[4] for m in chosen}), []) is not False:
         print("the tests fail without any mutant")
         return 1
