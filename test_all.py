@@ -4732,7 +4732,8 @@ def test_scripts_from_another_folder_to_an_ascii_pipe(text, trained, tmp_path, m
     out = tmp_path / "with space \u00e9"
     run = python(HERE / "train.py", *NET, *RUN, "--steps", 2, "--data", tmp_path / "caf\u00e9.txt", "--out", out,
                  PYTHONIOENCODING="ascii")
-    write = python(HERE / "sample.py", "--ckpt", trained, "--tokens", 100000, "--device", "cpu", PYTHONIOENCODING="ascii")
+    shutil.copytree(trained, tmp_path / "another \u00e9")
+    write = python(HERE / "sample.py", "--ckpt", tmp_path / "another \u00e9", "--tokens", 100000, "--device", "cpu", PYTHONIOENCODING="ascii")
     assert write.stdout.read(1)
     write.stdout.close()                                      # as `| head -c 1` does
     assert write.wait(timeout=300) == 0 and write.stderr.read().count("\n") == 1

@@ -11,7 +11,8 @@ if [ "${1:-}" = -o ]; then out=$2; shift 2; fi
 mkdir -p "$out" || exit
 device=${DEVICE:-cuda} size=${SIZE:-340m} steps=${STEPS:-20} long=${LONG:-16384}
 MiB=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
-share=$((1 + (${MiB:-200000} < 100000)))                      # of a batch, which a smaller GPU takes
+share=1                                                       # what batches are divided by
+if [[ $MiB =~ ^[0-9]+$ ]] && ((MiB < 100000)); then share=2; fi
 export PYTHONUNBUFFERED=1 PYTORCH_ALLOC_CONF=expandable_segments:True
 work=$(mktemp -d -p /dev/shm 2>/dev/null || mktemp -d)        # a checkpoint of 340m is 4 GiB, which no one reads
 trap 'rm -rf "$work"' EXIT
