@@ -73,7 +73,7 @@ def output(kind, f, r, norm=False):
 
 
 def loss(kind, y, v):
-    """The attentional bias l(y; v), summed over everything (choice 1); 1/2 makes the l2 error y - v (choice 2)."""
+    """The attentional bias l(y; v), summed over everything (choice 1); 1/2 makes the l2 error y - v (choice 2). ValueError for an unknown one."""
     if kind == "l2":
         return 0.5 * (y - v).square().sum()                                      # Eq 9
     if kind == "dot":
@@ -86,7 +86,7 @@ def loss(kind, y, v):
 
 
 def error(kind, y, v):
-    """dl/dy of the loss above."""
+    """dl/dy of the loss above. ValueError for an unknown one."""
     if kind == "dot":
         return -v
     e = y - v

@@ -65,7 +65,7 @@ class Config:
     persistent: int = opt(4, "learned tokens before the sequence, in mag, mal and mac")
     memory: str = opt("mlp", "the memory: a matrix, Eq 42, or Eq 43", choices=MEMORIES)
     expansion: int = opt(1, "hidden width of the memory, in head dims", low=1)
-    memory_norm: bool = opt(False, "a norm (RMS) inside a deep memory, before its residual")
+    memory_norm: bool = opt(False, "a norm (RMS) inside a deep memory, before its residual; a linear one has none")
     loss: str = opt("l2", "inner loss (attentional bias)", choices=LOSSES)
     window: int = opt(8, "tokens the Omega rule looks back on (the paper's c); 1 is Titans", low=1)
     chunk: int = opt(64, "tokens that share one gradient point (the paper's b)", low=1)
@@ -113,8 +113,8 @@ class Config:
             raise ValueError(f"attention turns pairs of numbers: --head-dim must be even, not {self.head_dim}")
         if self.wiring != "lmm" and not self.attn_window:
             raise ValueError(f"--wiring {self.wiring} needs an --attn-window of at least 1")
-        if self.features in ("monomial", "elementwise") and not attention and self.degree > 170:
-            raise ValueError(f"--degree must be at most 170, not {self.degree}: 1 / 171! is too small for a number")
+        if self.features in ("monomial", "elementwise") and not attention and self.degree > 56:
+            raise ValueError(f"--degree must be at most 56, not {self.degree}: 1 / sqrt(57!), where the last scale of phi starts, is 0 in float32")
         if self.features == "monomial" and not attention and features_dim("monomial", self.head_dim, self.degree) > 10**6:
             raise ValueError(f"--degree {self.degree} of --head-dim {self.head_dim} makes more than a million features; lower one of them")
         if self.features == "sketch" and not attention and self.degree != 2:

@@ -16,7 +16,7 @@ m tokens of a chunk, of the sum of the S_t of the block before it; m = 1 is the 
 products a chunk: at a fixed anchor a token's gradient is x^T d, so
 
     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i        P = -A diag(step) Theta Gate,  u = -A diag(step) momprod         Eq 16, 39
-    r_t W_t = keepprod * (R W_0) + u * (R S_0) + (P o (R X^T)) D    for all rows r_t at once: attention with P for a softmax
+    r_t W_t = keepprod * (R W_0) + u * (R S_0) + (P o (R X^T)) D    for all rows r_t at once: attention with P for a softmax (+ R M0, choice 21)
 
 with A[t, n] = prod keep_{n+1..t}, Theta[t, n] = prod momentum_{n+1..t}; keepprod_t and momprod_t are the products from the chunk's first
 token to t, W_0 and S_0 one matrix and its momentum before the chunk (not W[0], the first matrix of a memory, nor M0, where a text began),
@@ -66,7 +66,7 @@ class Rule(NamedTuple):
     norm: bool = False                                        # divide what mlp and gated answer by its RMS  (choice 11)
     ball: float = 0.0                                         # largest norm of a matrix of W at a chunk boundary; 0: none  (choice 22)
     ns_gram: bool = True                                      # Newton-Schulz on Gram matrices, where that pays and products are exact
-    dtype: torch.dtype | None = None                          # of the products of `omega` and of what they multiply; None: as the fast weights
+    dtype: torch.dtype | None = None                          # bfloat16, or float16, of the products of `omega` and what they multiply; None: as the fast weights
 
     def newton_schulz(self):
         """The arguments of Newton-Schulz."""
@@ -86,9 +86,9 @@ class Rule(NamedTuple):
 
 class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network; see the table in memory.py."""
-    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; through `decay` its gradient has an error of about eps / keep
+    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; its gradient is off by about eps / keep (`decay`), at 0 incomplete (`log`)
     step: torch.Tensor                                        # (B, H, T)
-    momentum: torch.Tensor | None                             # (B, H, T) in (0, 1); at 0 it gets no gradient (`log`); None: no momentum
+    momentum: torch.Tensor | None                             # (B, H, T) in (0, 1); at 0 its gradient is incomplete (`log`); None: no momentum
     gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
 
 
@@ -104,7 +104,7 @@ class State(NamedTuple):
     v: torch.Tensor
     keys: torch.Tensor | None                                 # (B, H, t, D) all keys so far, for `exp` features only
     pos: int                                                  # tokens since the chunk boundary, t mod chunk
-    zero: bool = False                                        # W (counted from M0) and S are all zero, so nobody reads them; False with your own
+    zero: bool = False                                        # W (counted from M0) and S are all zero, so nobody reads them; False in one you make
 
 
 def start(rule, phi, M0, batch, momentum=True):
@@ -193,7 +193,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 # The chunk-parallel form, as its formulas.
 
 def log(gate):
-    """log of a gate in [0, 1]; 0 counts as the smallest number, so that no -inf enters a difference of logs, and gets no gradient."""
+    """log of a gate in [0, 1]; 0 counts as the smallest number, so that no -inf enters a difference of logs, and gets no gradient through it."""
     return gate.clamp_min(torch.finfo(gate.dtype).tiny).log()
 
 
@@ -441,13 +441,13 @@ def omega(rule, phi, q, k, v, gates, state):
     With a `rule.dtype` all products of tokens and pairs, and what the gradient needs of them, are in that precision. W, S, M0, the products of
     gates, Newton-Schulz with what it sees, and sums over chunks are not.
     ValueError for `exp` features with Newton-Schulz: the memory is known by its coefficients alone, the weights it would see are infinite;
-    for a state and gates of which one has momentum; and for a rule.dtype that is not half of float32 fast weights.
+    for a state and gates of which one has momentum; and for a rule.dtype other than bfloat16 and float16, or fast weights not in float32 beside it.
     """
     if phi.kind == "exp" and rule.muon_every:
         raise ValueError("exp features have no finite weights for Newton-Schulz; take muon_every = 0")
     check_momentum(gates, state)
-    if rule.dtype and not rule.dtype.itemsize < state.W[0].dtype.itemsize == 4:
-        raise ValueError(f"{rule.dtype} for the memory's products needs fast weights in float32, not in {state.W[0].dtype}")
+    if rule.dtype and not (rule.dtype in (torch.bfloat16, torch.float16) and state.W[0].dtype == torch.float32):
+        raise ValueError(f"rule.dtype is bfloat16 or float16, beside fast weights in float32; not {rule.dtype} beside {state.W[0].dtype}")
     T, wide = q.shape[2], phi.out_dim                         # E, the numbers phi makes of a token in one head
     if phi.kind == "exp" and not chunks.Chunks.compiled:      # and one for each key (write_keys); compiled, each piece would be another shape
         wide += state.keys.shape[2] + T
