@@ -353,7 +353,7 @@ class Memory(nn.Module):
         return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, self.qkv.out_features))
 
     def forward(self, x, state=None):
-        """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState."""
+        """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_batch`."""
         check_batch(x, state and state.conv, least=1)
         state = state or self.start(x)
         q, k, v, tail = self.rows(self.qkv(x), state.conv)
@@ -430,7 +430,7 @@ class Attention(nn.Module):
         return self.k_norm(k), v
 
     def forward(self, x, state=None, prefix=None):
-        """(B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState."""
+        """(B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState. ValueError as `check_batch`."""
         check_batch(x, state and state.k)
         T, w = x.shape[1], self.config.attn_window
         q, k, v = self.project(x)
