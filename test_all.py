@@ -231,6 +231,31 @@ def test_ns_many_steps_in_float32(shape):
         assert torch.linalg.svdvals(N).max() < 1.3, f"{steps} steps of {name}"
 
 
+@pytest.mark.parametrize("shape", [(3, 16, 16), (3, 16, 48), (3, 48, 16)], ids=str)
+def test_ns_takes_no_product_zero_times(shape, monkeypatch):
+    """torch.baddbmm(y, A, B, beta=b, alpha=0) is y where oneDNN computes it (bfloat16; float32 with --matmul medium): cubic was off by a factor of 3."""
+    S, weight = randn(*shape), randn(*shape)
+    exact, baddbmm = S.clone().requires_grad_(), torch.baddbmm
+
+    def honest(*args, alpha=1.0, **more):
+        assert alpha
+        return baddbmm(*args, alpha=alpha, **more)
+    want = newton_schulz_ref(exact, 4, "cubic")
+    gradient, = torch.autograd.grad((want * weight).sum(), exact)
+    monkeypatch.setattr(torch, "baddbmm", honest)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, dtype, eps in (("highest", None, 1e-5), ("medium", None, 0.1), ("highest", torch.bfloat16, 0.1)):
+            torch.set_float32_matmul_precision(precision)
+            rounded = S.float().requires_grad_()
+            N = newton_schulz(rounded, 4, "cubic", dtype=dtype)
+            close(N.double(), want, eps)
+            dS, = torch.autograd.grad((N * weight.float()).sum(), rounded)
+            close(dS.double() / gradient.norm(), gradient / gradient.norm(), eps)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_ns_gradient():
     """The outer gradient goes through the iteration (or, straight-through, past it); a detached norm would be wrong by a rank."""
     for shape in ((3, 4), (2, 5), (5, 2)):
@@ -6022,6 +6047,9 @@ MUTANTS = [
     ("a state from a file begins a graph", "models.py", "return mapped(state, torch.Tensor.detach, lambda m: m.requires_grad_(False))", "return state",
      "test_a_state_outlives_the_program"),
     ("True is a number", "models.py", "or isinstance(value, bool) != (f.type is bool):", ":", "test_bad_configurations"),
+    ("a product zero times", "muon.py", "    if not alpha:\n        return beta * y\n", "", "test_ns_takes_no_product_zero_times"),
+    ("a product zero times, of the Gram matrix", "muon.py", " if c else b * G  ", "  ", "test_ns_takes_no_product_zero_times"),
+    ("a product zero times, of its gradient", "muon.py", " if c else b / 4 * dQ4  ", "  ", "test_ns_takes_no_product_zero_times"),
     ("the factorial of 57", "models.py", "self.degree > 56", "False", "test_bad_configurations"),
     ("powers of one number are products of variables", "models.py", 'phi = c.features in ("sketch", "exp") or',
      'phi = c.features in ("sketch", "exp", "elementwise") or',
