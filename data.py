@@ -48,6 +48,13 @@ class Parser(argparse.ArgumentParser):
         style = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=118)
         super().__init__(usage="python %(prog)s [flags]", allow_abbrev=False, formatter_class=style, **how)
 
+    def _get_values(self, action, arg_strings):         # --stop=-- would be an empty list: argparse before Python 3.13
+        if arg_strings != ["--"] or action.nargs is not None:
+            return super()._get_values(action, arg_strings)
+        value = self._get_value(action, "--")
+        self._check_value(action, value)
+        return value
+
     def error(self, message):
         self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
 
@@ -127,8 +134,7 @@ def _pieces(name, size=2**24):
         raise UserError(f"{name} is named like a token file; --data takes their folder, with train and val in the names of those in it: "
                         f"--data {shlex.quote(os.path.dirname(name) or '.')}")
     if os.path.isdir(name):
-        paths = [Path(root, file) for root, _, files in os.walk(name, onerror=_refuse) for file in files if file.endswith(".txt")]
-        paths = sorted((p for p in paths if p.is_file()), key=lambda p: p.as_posix())
+        paths = sorted((p for p in _texts(name) if p.is_file()), key=lambda p: p.as_posix())
         if not paths:
             raise UserError(f"the folder {name} holds no .txt file; --data takes a text file, a folder of .txt files, or one of "
                             "token files with train and val in their names, as train.bin and val.bin")
@@ -140,6 +146,18 @@ def _pieces(name, size=2**24):
             while data := b"".join(file.readlines(size)):
                 yield _decode(data, path, offset)
                 offset += len(data)
+
+
+def _texts(folder):
+    """The paths of all that is named *.txt, or *.TXT, in a folder and its subfolders, linked ones too; of a folder that is met again only once."""
+    seen = set()
+    for root, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (Path(root, file) for file in files if file.lower().endswith(".txt"))
 
 
 def _refuse(error):
@@ -166,6 +184,9 @@ def _decode(data, path, offset=0):
     except UnicodeDecodeError as error:
         guess = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin1"
         at = error.start + len(data) - len(body)
+        if error.reason == "unexpected end of data":
+            raise UserError(f"{path} is not UTF-8: it ends within a character, at offset {offset + at}; if it was cut there, leave that "
+                            f"character out, perhaps with: truncate -s {offset + at} {shlex.quote(str(path))}") from None
         raise UserError(f"{path} is not UTF-8: byte 0x{data[at]:02x} at offset {offset + at}; convert it, "
                         f"perhaps with: iconv -f {guess} -t utf-8") from None
 
@@ -436,6 +457,9 @@ def token_files(name):
     paths = sorted(Path(name).glob("*.bin")) if os.path.isdir(name) else []
     train = [path for path in paths if "train" in path.name]
     val = [path for path in paths if "val" in path.name and path not in train]
+    if train and val and (meta := Path(name, "meta.pkl")).exists():
+        raise UserError(f"{meta}: the ids of these token files are of a vocabulary of their own (nanoGPT's characters), which is not read; give "
+                        f"--data the text that they are made of, perhaps {Path(name, 'input.txt')}")
     return (train, val) if train and val else None
 
 

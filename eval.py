@@ -54,7 +54,7 @@ def buckets(length):
 
 
 def text_task(args, device):
-    """Everything there is to know about a checkpoint -> exit code."""
+    """Says everything there is to know about a checkpoint. Raises Halt where a loss is not finite."""
     ckpt = train.load_checkpoint(args.ckpt)
     model, tokenizer = train.rebuild(ckpt)
     model.to(device).eval()
@@ -65,13 +65,16 @@ def text_task(args, device):
     part = "the validation files" if corpus.tokens else "the last tenth"
     same = "" if corpus.sha256 == ckpt["data"]["sha256"] else "; it is not the text of the training"
     say(f"{part} of {corpus.used}, {len(val):,} tokens{same}")
-    train.report(model, tokenizer, val, T, args.batch_size)
+    loss = train.report(model, tokenizer, val, T, args.batch_size)
     length = min(args.length or 4 * T, len(val) - 1)
     at, n = position_loss(model, val, length, args.batch_size, args.windows)
     say(f"\nby position, mean of {n} windows of {length}; it was trained on {T}\n  tokens before   nats/token")
     for a, b in buckets(length):
         say(f"  {a + 1:6d} - {b:6d}   {at[a:b].mean().item():.4f}" + ("   longer than in training" if b > T else ""))
-    return stream(model, val, args.stream) if args.stream else 0
+    if not (math.isfinite(loss) and at.isfinite().all()):
+        raise train.Halt(f"{ckpt['path']}: a loss is not finite; its weights have diverged")
+    if args.stream:
+        stream(model, val, args.stream)
 
 
 # ---- a stream without end
@@ -98,7 +101,7 @@ def pieces(ids, n, length=1024):
 
 @torch.inference_mode()
 def stream(model, ids, n):
-    """n tokens through one state -> 0, or 1 if a number is not finite or memory grows, in a model whose state has a size of its own."""
+    """n tokens through one state. Raises Halt if a number is not finite, or if memory grows, in a model whose state has a size of its own."""
     device, state, seen, total, marks, base = next(model.parameters()).device, None, 0, 0.0, 0, None
     c = model.config                            # a state's size depends on the place in a chunk, and in a segment of mac
     period = math.lcm(c.chunk, c.attn_window if c.wiring == "mac" else 1)
@@ -109,8 +112,7 @@ def stream(model, ids, n):
         loss = F.cross_entropy(logits[0].float(), y[0].to(device), reduction="sum").item()
         total, seen = total + loss, seen + y.numel()
         if not math.isfinite(loss):
-            say(f"FAILED: the loss is {loss} after {seen:,} tokens")
-            return 1
+            raise train.Halt(f"the loss is {loss} after {seen:,} tokens of the stream")
         if 10 * seen >= (marks + 1) * n:        # another tenth
             marks, now = 10 * seen // n, (resident(), models.state_bytes(state))
             base = base or now                  # by the first tenth all buffers are there
@@ -120,11 +122,8 @@ def stream(model, ids, n):
     say(f"since the first tenth: resident memory {growth[0]:+.1%}, state {growth[1]:+.1%}")
     if train.holds_all(model.config):
         say("the state of this model holds every token, so it grows with the stream")
-        return 0
-    grows = any(by > 0.05 for by in growth)     # of resident memory nan where it is not known
-    if grows:
-        say("FAILED: memory grows with the stream")
-    return int(grows)
+    elif any(by > 0.05 for by in growth):       # of resident memory nan where it is not known
+        raise train.Halt("memory grows with the stream")
 
 
 # ---- recall
@@ -148,7 +147,7 @@ def accuracy(model, args, n_pairs, device):
 
 
 def mqar_task(args, device):
-    """Train on all numbers of pairs in turn, print the accuracy for each -> exit code."""
+    """Trains on all numbers of pairs in turn, says the accuracy for each. Raises Halt if the loss or its gradient is not finite."""
     torch.manual_seed(args.seed)
     for n in args.pairs:
         if args.vocab < 2 * n + 2 or args.seq_len < 4 * n:
@@ -166,11 +165,10 @@ def mqar_task(args, device):
         x, y = mqar_batch(args, args.pairs[step % len(args.pairs)], step, args.batch_size, device)
         loss = model.loss(x, y)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip)
+        if not (loss.isfinite() and norm.isfinite()):
+            raise train.Halt(f"step {step + 1}: loss {loss:.4f}, gradient norm {norm:.4f}: not finite; lower {'--lr' if step else '--max-step'}")
         train.update(optimizers, tc, train.lr_scale(step, tc))
-        if not loss.isfinite():
-            say(f"FAILED: the loss is {loss} at step {step + 1}; lower --lr")
-            return 1
         if (step + 1) % max(1, args.steps // 10) == 0:
             say(f"step {step + 1:5d}/{args.steps}  loss {loss:.4f}  {time.perf_counter() - began:.0f} s")
     model.eval()
@@ -180,7 +178,6 @@ def mqar_task(args, device):
         say(f"{n:5d}  {score:8.3f}  {1 / n:11.3f}")
     mean = sum(scores) / len(scores)
     say(f"done: {args.model}, mean accuracy {mean:.3f} after {args.steps} steps, {time.perf_counter() - began:.0f} s")
-    return 0
 
 
 # ---- main
@@ -240,7 +237,7 @@ def run(args):
     train.set_threads(args.threads)
     device = train.pick_device(args.device)
     train.set_matmul("auto", device, torch.float32)
-    return (text_task if args.task == "text" else mqar_task)(args, device)
+    (text_task if args.task == "text" else mqar_task)(args, device)
 
 
 if __name__ == "__main__":

@@ -2734,6 +2734,30 @@ def test_text_mistakes(tmp_path):
     assert "cannot read" in message(name="x" * 300)
 
 
+def test_a_text_that_was_cut_within_a_character(tmp_path):
+    """`head -c` of a text that is no English: read as latin1, as other bytes that are not UTF-8 may be meant, all its letters would be lost."""
+    path = tmp_path / "my text.txt"
+    path.write_bytes(("\u00e9t\u00e9\n" * 3).encode()[:-2])
+    said = user_error(data.load_text, path)
+    assert "latin1" not in said and f"truncate -s 15 '{path}'" in said
+    os.truncate(path, 15)
+    assert data.load_text(path)[0] == "\u00e9t\u00e9\n\u00e9t\u00e9\n\u00e9t"
+
+
+def test_linked_folders_are_read_and_each_once(tmp_path):
+    """A part of the text that is left out without a word, or a link to a folder above, which has no end."""
+    (tmp_path / "books" / "more").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "books" / "more" / "A.TXT").write_text("A")
+    (tmp_path / "elsewhere" / "b.txt").write_text("B")
+    for link, to in (("books/there", "elsewhere"), ("books/more/up", "books"), ("books/twice", "elsewhere")):
+        try:
+            (tmp_path / link).symlink_to(tmp_path / to)
+        except OSError:
+            pytest.skip("no symbolic links here")
+    assert sorted(data.load_text(tmp_path / "books")[0]) == ["\n", "A", "B"]
+
+
 def test_text_unreadable(tmp_path, monkeypatch):
     """A file without permission is a message, not a traceback (simulated: root may read everything)."""
     def refuse(path, mode):
@@ -3032,6 +3056,16 @@ def test_token_files_for_a_vocabulary_of_another_text(tmp_path):
     for kind in ("char", "bpe"):
         assert f"--tokenizer {kind}" in user_error(corpus.splits, data.make_tokenizer(kind, "some text, some text"), 4)
     assert len(corpus.splits(data.make_tokenizer("byte", ""), 4)[0]) == 1200
+
+
+def test_token_files_of_a_vocabulary_of_their_own(tmp_path):
+    """nanoGPT's shakespeare_char: ids of 65 characters, taken for bytes, train a model of control characters, and nobody says so."""
+    for name in ("train.bin", "val.bin"):
+        token_file(tmp_path / name, [i % 65 for i in range(500)])
+    data.read(tmp_path)
+    (tmp_path / "meta.pkl").write_bytes(b"")
+    said = user_error(data.read, tmp_path)
+    assert "meta.pkl" in said and str(tmp_path / "input.txt") in said
 
 
 @pytest.mark.parametrize("ids, header, said", [
@@ -4028,7 +4062,7 @@ def test_threads_reach_torch(tmp_path, monkeypatch):
     for flags in ([], ["--threads", "3"]):
         with pytest.raises(ZeroDivisionError):
             train.main(["--device", "cpu", "--out", str(tmp_path), *flags])
-    monkeypatch.setattr(eval, "text_task", lambda *_: 0)
+    monkeypatch.setattr(eval, "text_task", lambda *_: None)
     assert eval.main(["--device", "cpu", "--threads", "2"]) == 0
     assert threads == [3, 2]
 
@@ -4180,10 +4214,18 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_before_the_update(fault, te
     monkeypatch.setattr(models.LM, "loss", loss)
     said = refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", tmp_path / "out", "--steps", 9,
                    "--log-every", 100, code=1)
-    assert "step 6" in said and ("loss inf" in said if fault == "loss" else "in norm.weight" in said)
+    assert "step 6" in said and ("loss inf" in said if fault == "loss" else "in norm.weight" in said) and "lower --lr" in said
     assert "loss nan" not in said
     ckpt = train.load_checkpoint(tmp_path / "out" / "ckpt.pt")
     assert ckpt["step"] == 4 and all(t.isfinite().all() for t in ckpt["model"].values())
+
+
+def test_a_first_gradient_that_is_too_large(text, tmp_path, capsys, monkeypatch):
+    """No rate of learning has had a part in it; and all its numbers are finite, but not their norm."""
+    steep = lambda p: 1e30 * (p - p.detach()).sum()
+    monkeypatch.setattr(models.LM, "loss", lambda self, x, y, real=models.LM.loss: real(self, x, y) + steep(self.norm.weight))
+    said = refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", tmp_path / "out", code=1)
+    assert "step 1: " in said and "norm inf: not finite, first in the norm" in said and "lower --max-step" in said
 
 
 def test_weights_that_are_not_finite_are_never_saved(text, tmp_path, capsys):
@@ -4663,6 +4705,12 @@ def test_sampling_limits(trained, capsys):
     assert free != speak(capsys, trained, "--prompt", "to", "--seed", 2)
 
 
+def test_two_dashes_are_a_value(trained, capsys):
+    """argparse made an empty list of --stop=--: plays are full of them."""
+    assert sample.parse(["--stop=--", "--prompt=--"]).stop == "--" and train.parse(["--out=--"]) == dict(out="--")
+    assert "--model" in refused(capsys, train.main, "--model=--")
+
+
 def test_sample_of_a_vocabulary_learned_from_the_text(text, tmp_path, capsys):
     """The checkpoint alone must know the merges, and a prompt of bytes that the text never had must do."""
     assert go(text, tmp_path / "out", "--tokenizer", "bpe", "--bpe-size", 270, "--steps", 1) == 0
@@ -5096,28 +5144,32 @@ def test_pieces_go_round_and_round():
 def test_stream_tells_growth_and_nan(capsys, monkeypatch):
     """Catches a check that never fails."""
     ids, uniform = torch.arange(50) % 5, lambda x: torch.zeros(*x.shape, 5)
-    assert eval.stream(Stub(uniform), ids, 20_000) == 0
+
+    def grows(model):
+        with pytest.raises(train.Halt, match="memory grows"):
+            eval.stream(model, ids, 20_000)
+    eval.stream(Stub(uniform), ids, 20_000)
     cache = Stub(uniform, lambda state: (torch.zeros(1000 + (0 if state is None else len(state[0]))),))
-    assert eval.stream(cache, ids, 20_000) == 1
+    grows(cache)
     cache.config = replace(cache.config, mixer="attention", attn_window=0)       # it has to grow
-    assert eval.stream(cache, ids, 20_000) == 0
+    eval.stream(cache, ids, 20_000)
     assert f"  {math.log(5):.4f}" in capsys.readouterr().out  # and no minus
     grow = lambda state: (torch.zeros(4 if state is None else len(state[0]) + 4),)
-    assert eval.stream(Stub(uniform, grow), ids, 20_000) == 1
+    grows(Stub(uniform, grow))
     slowly = lambda state: (torch.zeros(1000 if state is None else len(state[0]) + 5),)          # by 9 % from the first tenth to the last
-    assert eval.stream(Stub(uniform, slowly), ids, 20_000) == 1
-    assert eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000) == 1
-    assert "FAILED: the loss is nan after 1,024 tokens" in capsys.readouterr().out
+    grows(Stub(uniform, slowly))
+    with pytest.raises(train.Halt, match="the loss is nan after 1,024 tokens"):
+        eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000)
     monkeypatch.setattr(eval, "resident", lambda: math.nan)   # as on Windows
-    assert eval.stream(Stub(uniform), ids, 20_000) == 0
-    assert eval.stream(Stub(uniform, grow), ids, 20_000) == 1
+    eval.stream(Stub(uniform), ids, 20_000)
+    grows(Stub(uniform, grow))
 
 
 @pytest.mark.parametrize("more", [dict(chunk=40), dict(chunk=96), dict(chunk=8, wiring="mac", attn_window=100)], ids=str)
 def test_a_stream_is_looked_at_where_its_state_is_of_one_size(more, capsys):
     """Within a chunk, and a segment of mac, a state holds more: `memory grows`, said of a model that is well."""
     model = models.build("omeganet", **dict(dict(vocab_size=5, n_layer=1, n_embd=8, n_head=1, head_dim=4, attn_window=8), **more))
-    assert eval.stream(model, torch.arange(50) % 5, 12_000) == 0
+    eval.stream(model, torch.arange(50) % 5, 12_000)
     assert "state +0.0%" in capsys.readouterr().out
 
 
@@ -5168,6 +5220,14 @@ def test_mqar_learns_to_recall(capsys):
     assert float(out.split("mean accuracy ")[1].split()[0]) > 0.9 and "by guessing" in out
 
 
+def test_mqar_stops_at_the_first_gradient_that_is_not_finite(capsys, monkeypatch):
+    """Clipped, and taken for a step, it would be in the weights before a loss tells of it."""
+    flat = lambda p: (p - p.detach()).sum().sqrt()            # 0, with a gradient of infinity
+    monkeypatch.setattr(models.LM, "loss", lambda self, x, y, real=models.LM.loss: real(self, x, y) + flat(self.norm.weight))
+    said = refused(capsys, eval.main, *"--task mqar --model linear --n-layer 1 --n-embd 8 --n-head 1 --batch-size 2 --device cpu".split(), code=1)
+    assert "step 1: loss 3." in said and "gradient norm inf" in said and "--max-step" in said
+
+
 def test_mqar_is_trained_as_it_says(monkeypatch):
     """Without warmup, decay or clipping it learns, too, but other than train.py would have it."""
     scales, real = [], train.update
@@ -5182,6 +5242,12 @@ def test_mqar_is_trained_as_it_says(monkeypatch):
     assert eval.main("--task mqar --model linear --n-layer 1 --n-embd 8 --n-head 1 --steps 20 --batch-size 2 --device cpu".split()) == 0
     assert scales == pytest.approx([0.5, 1 - 1 / 20, *(1 - i / 20 for i in range(2, 20))])
     assert eval.SMALL["chunk"] == 8 and eval.SMALL["muon_every"] == 1            # what is written can be asked for in the next chunk
+
+
+def test_eval_ends_with_an_error_where_it_says_nan(trained, capsys, monkeypatch):
+    """A table of nan and exit code 0: a script would take it for a result."""
+    monkeypatch.setattr(eval, "position_loss", lambda model, ids, length, *_: (torch.full((length,), math.nan), 1))
+    assert "not finite" in refused(capsys, eval.main, "--ckpt", trained, "--device", "cpu", "--stream", 0, code=1)
 
 
 def test_text_task_on_a_checkpoint(tmp_path, capsys, monkeypatch):
@@ -5833,8 +5899,19 @@ MUTANTS = [
     ("the end is of the last weights", "train.py", '    model.load_state_dict(ckpt["model"])\n    val = splits[1]',
      "    val = splits[1]", "test_the_end_is_of_the_best_weights"),
     ("eval.py reads with dropout", "eval.py", "model.to(device).eval()", "model.to(device)", "test_eval_reads_without_dropout"),
-    ("a stream that ends without a word", "eval.py", '            say(f"FAILED: the loss is {loss} after {seen:,} tokens")\n',
-     "", "test_stream_tells_growth_and_nan"),
+    ("rates to blame before the first step", "train.py", 'or raise --warmup" if step else "--max-step"', 'or raise --warmup"',
+     "test_a_first_gradient_that_is_too_large"),
+    ("a stream that is not finite", "eval.py", '            raise train.Halt(f"the loss is {loss} after {seen:,} tokens of the stream")', "            return",
+     "test_stream_tells_growth_and_nan"),
+    ("tables that are not finite", "eval.py", "if not (math.isfinite(loss) and at.isfinite().all()):", "if False:", "test_eval_ends_with_an_error_where_it_says_nan"),
+    ("recall with a gradient that is not finite", "eval.py", "if not (loss.isfinite() and norm.isfinite()):", "if not loss.isfinite():",
+     "test_mqar_stops_at_the_first_gradient_that_is_not_finite"),
+    ("a folder that is a link", "data.py", ", followlinks=True", "", "test_linked_folders_are_read_and_each_once"),
+    ("a folder read twice", "data.py", "            folders.clear()\n            continue\n", "            folders.clear()\n", "test_linked_folders_are_read_and_each_once"),
+    ("nanoGPT's characters", "data.py", "(meta := Path(name, \"meta.pkl\")).exists()", "(meta := Path(name, \"no.pkl\")).exists()",
+     "test_token_files_of_a_vocabulary_of_their_own"),
+    ("a text that was cut", "data.py", 'error.reason == "unexpected end of data"', "False", "test_a_text_that_was_cut_within_a_character"),
+    ("-- is an empty list", "data.py", 'if arg_strings != ["--"] or', "if True or", "test_two_dashes_are_a_value"),
     ("lines wait in a buffer", "train.py", "print(text, flush=True)", "print(text)", "test_lines_arrive_when_they_are_said"),
     ("every process saves", "train.py", "    if rank():\n        return\n    tmp =", "    tmp =", "test_one_process_saves"),
     ("the residual stream grows with its depth", "models.py", "(2 * self.config.n_layer) ** -0.5", "2 ** -0.5", "test_starting_values_by_hand"),

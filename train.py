@@ -676,9 +676,10 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype, recorded=
     norm = torch.nn.utils.get_total_norm(grads.values())
     loss, size = float(loss), float(norm)
     if not (math.isfinite(loss) and math.isfinite(size)):
-        where = next((name for name, g in grads.items() if not g.isfinite().all()), "the loss")
+        where = next((name for name, g in grads.items() if not g.isfinite().all()), "the norm" if math.isfinite(loss) else "the loss")
+        lower = "--lr or --muon-lr, or raise --warmup" if step else "--max-step"         # nothing has been learned that could have diverged
         raise Halt(f"step {step + 1}: loss {loss}, gradient norm {size}: not finite, first in {where}; stopped before "
-                   "the update, so checkpoints are good; lower --lr or --muon-lr, or raise --warmup")
+                   f"the update, so checkpoints are good; lower {lower}")
     if tc.grad_clip:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), tc.grad_clip, norm)
     update(optimizers, tc, scale, keep_grads=recorded is not None)
