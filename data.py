@@ -157,6 +157,7 @@ def _texts(folder):
             folders.clear()
             continue
         seen.add(real)
+        folders.sort()                                  # which of its names a folder is met by does not depend on the file system
         yield from (Path(root, file) for file in files if file.lower().endswith(".txt"))
 
 

@@ -66,7 +66,7 @@ class Rule(NamedTuple):
     norm: bool = False                                        # divide what mlp and gated answer by its RMS  (choice 11)
     ball: float = 0.0                                         # largest norm of a matrix of W at a chunk boundary; 0: none  (choice 22)
     ns_gram: bool = True                                      # Newton-Schulz on Gram matrices, where that pays and products are exact
-    dtype: torch.dtype | None = None                          # bfloat16, or float16, of the products of `omega` and what they multiply; None: as the fast weights
+    dtype: torch.dtype | None = None                          # of the products of `omega` and what they multiply: bfloat16 (or float16)
 
     def newton_schulz(self):
         """The arguments of Newton-Schulz."""
@@ -86,7 +86,7 @@ class Rule(NamedTuple):
 
 class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network; see the table in memory.py."""
-    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; its gradient is off by about eps / keep (`decay`), at 0 incomplete (`log`)
+    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; its gradient is off by eps / keep (`decay`), at 0 incomplete (`log`)
     step: torch.Tensor                                        # (B, H, T)
     momentum: torch.Tensor | None                             # (B, H, T) in (0, 1); at 0 its gradient is incomplete (`log`); None: no momentum
     gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
