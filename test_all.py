@@ -6057,7 +6057,7 @@ MUTANTS = [
     ("a tied matrix from two", "train.py", 'if config.tie != origin["config"].get("tie", False):', "if False:",
      "test_a_run_that_begins_with_the_weights_of_another"),
     ("bits a byte: <|endoftext|> is 13", "data.py", 'len(t) * (kind != "gpt2" or t != END)', "len(t)", "test_the_end_of_a_text_is_no_text"),
-    ("a folder left out", "data.py", "os.walk(name, onerror=_refuse)", "os.walk(name)", "test_a_folder_that_cannot_be_read_is_not_left_out"),
+    ("a folder left out", "data.py", "os.walk(folder, onerror=_refuse, ", "os.walk(folder, ", "test_a_folder_that_cannot_be_read_is_not_left_out"),
     ("--quick leaves models out", "bench.py", "must=math.inf if bench.quick else 3", "must=2", "test_bench_prints_tables_and_json"),
     ("monomials for torch.compile: squares once", "poly.py", "torch.eye(n, dtype=x.dtype, device=x.device) + 1", "torch.ones(n, n, dtype=x.dtype)",
      "test_chunk_steps_compile_whole[omeganet]"),
