@@ -113,7 +113,7 @@ def load_text(name, folder="data"):
 
     'shakespeare' is FOLDER/shakespeare.txt (FOLDER relative to this file), downloaded if missing, pydoc if that fails.
     'pydoc' is the help text inside CPython; it differs between Python versions, so it is no benchmark.
-    Anything else is the path of a UTF-8 file, or of a folder: all its *.txt files, subfolders too, ordered by path, a
+    Anything else is the path of a UTF-8 file, or of a folder: all its *.txt files, those of subfolders and linked ones, too, ordered by path, a
     newline between two of them. A byte order mark is dropped, line ends are kept as they are.
     Raises UserError for what is missing, empty, unreadable, not a regular file or not UTF-8.
     """
@@ -454,7 +454,10 @@ LLM_C_LLAMA = 20240801                                  # begins those of Llama 
 
 
 def token_files(name):
-    """-> paths to train and to validate on: the *.bin in a folder with `train`, else `val`, in their names; or None."""
+    """-> paths to train and to validate on: the *.bin in a folder with `train`, else `val`, in their names; or None.
+
+    Raises UserError beside nanoGPT's meta.pkl, which is a vocabulary of their own.
+    """
     paths = sorted(Path(name).glob("*.bin")) if os.path.isdir(name) else []
     train = [path for path in paths if "train" in path.name]
     val = [path for path in paths if "val" in path.name and path not in train]

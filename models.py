@@ -114,7 +114,7 @@ class Config:
         if self.wiring != "lmm" and not self.attn_window:
             raise ValueError(f"--wiring {self.wiring} needs an --attn-window of at least 1")
         if self.features in ("monomial", "elementwise") and not attention and self.degree > 56:
-            raise ValueError(f"--degree must be at most 56, not {self.degree}: 1 / sqrt(57!), where the last scale of phi starts, is 0 in float32")
+            raise ValueError(f"--degree must be at most 56, not {self.degree}: 1 / sqrt(57!), where the last scale of phi starts, is too small for float32")
         if self.features == "monomial" and not attention and features_dim("monomial", self.head_dim, self.degree) > 10**6:
             raise ValueError(f"--degree {self.degree} of --head-dim {self.head_dim} makes more than a million features; lower one of them")
         if self.features == "sketch" and not attention and self.degree != 2:

@@ -289,14 +289,14 @@ def gradient_of_G(Gs, Qs, dR, b, c):
             half = torch.bmm(dG, Q)
             dQ = torch.baddbmm(dQ, half, G, alpha=2)
         dQ4, dR = doubled(dQ), torch.bmm(Q, dR) if i else None                   # 4 times the symmetric part
-        direct = torch.baddbmm(dQ4, dQ4, G, beta=b / 4, alpha=c / 2) if c else b / 4 * dQ4       # Q = a I + b G + c G^2
+        direct = with_product(dQ4, dQ4, G, b / 4, c / 2)      # Q = a I + b G + c G^2
         dG = doubled(direct if dG is None else torch.baddbmm(direct, Q, half, alpha=0.5))
     return dG
 
 
 def factor(G, a, b, c):
     """Q = a I + b G + c G^2."""
-    Q = torch.baddbmm(G, G, G, beta=b, alpha=c) if c else b * G                  # alpha 0: with_product
+    Q = with_product(G, G, G, b, c)
     Q.diagonal(dim1=-2, dim2=-1).add_(a)
     return Q
 

@@ -677,7 +677,7 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype, recorded=
     loss, size = float(loss), float(norm)
     if not (math.isfinite(loss) and math.isfinite(size)):
         where = next((name for name, g in grads.items() if not g.isfinite().all()), "the norm" if math.isfinite(loss) else "the loss")
-        lower = "--lr or --muon-lr, or raise --warmup" if step else "--max-step"         # nothing has been learned that could have diverged
+        lower = "--lr or --muon-lr, or raise --warmup" if step else "--max-step"         # no rate has had a part in it
         raise Halt(f"step {step + 1}: loss {loss}, gradient norm {size}: not finite, first in {where}; stopped before "
                    f"the update, so checkpoints are good; lower {lower}")
     if tc.grad_clip:
