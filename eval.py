@@ -159,6 +159,7 @@ def mqar_task(args, device):
     except ValueError as fault:
         raise UserError(str(fault)) from None
     say("network  " + "  ".join(f"{name} {value}" for name, value in asdict(model.config).items()))
+    train.warn_of_idle(args.config, model.config)
     say(f"{args.model}: {model.num_params():,} parameters, {args.steps} steps of {args.batch_size} x {args.seq_len}")
     optimizers, began = train.make_optimizers(model, tc), time.perf_counter()
     for step in range(args.steps):

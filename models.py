@@ -133,6 +133,29 @@ class Config:
             forget=self.forget, norm=self.memory_norm, ball=self.max_norm)
 
 
+NEWTON_SCHULZ = {"muon_every", "ns_steps", "ns_coefficients", "ns_dtype", "ns_straight_through"}
+MEMORY = NEWTON_SCHULZ | {"memory", "expansion", "memory_norm", "loss", "window", "chunk", "momentum", "muon", "memory_dtype", "features", "degree",
+                          "sketch_dim", "keep", "forget", "conv", "gate", "max_step", "max_norm"}
+
+
+def idle(config):
+    """The fields of a Config on which nothing depends, as the others are -> set of names."""
+    c, names = config, set()
+    if c.mixer == "attention" or not c.memory_branch:
+        names |= MEMORY
+    if c.wiring == "lmm":
+        names |= {"persistent"} if c.mixer == "attention" else {"persistent", "attn_window"}
+    if not c.muon:
+        names |= NEWTON_SCHULZ
+    if c.memory == "linear":
+        names |= {"expansion", "memory_norm"}
+    if c.features != "sketch":
+        names.add("sketch_dim")
+    if c.features in ("none", "exp"):
+        names.add("degree")
+    return names
+
+
 # The paper's models as differences from Config's defaults, which are those of `atlas` but for its longer chunks. Where a column is
 # blank the default holds (of phi: monomials).
 _simple = dict(momentum=False, muon=False)

@@ -2262,14 +2262,65 @@ def test_bad_configurations(preset, more, says):
     assert "\n" not in str(caught.value)
 
 
+OTHER = dict(                                                 # of each field of Config another value than `small` has
+    vocab_size=12, n_layer=2, n_head=4, n_embd=32, head_dim=2, persistent=3, memory="gated", expansion=3, memory_norm=True, loss="huber", window=2,
+    chunk=8, momentum=False, muon=False, muon_every=1, ns_steps=3, ns_coefficients="cubic", memory_dtype="bfloat16", ns_dtype="bfloat16",
+    ns_straight_through=True, features="elementwise", degree=3, sketch_dim=3, keep=False, forget="zero", conv=False, gate="uniform", max_step=1.0,
+    max_norm=0.01, attn_window=2, mlp_hidden=32, dropout=0.5, tie=True)
+
+
+@pytest.mark.parametrize("preset, more", [
+    *((preset, {}) for preset in ("transformer", "linear", "titans", "omeganet", "atlas", "atlas++", "dot")),
+    ("atlas", dict(features="sketch", sketch_dim=5)), ("atlas", dict(features="none")),
+    ("atlas", dict(wiring="mag")), ("deltanet", dict(wiring="mac")), ("omeganet", dict(wiring="mal", memory_branch=False))])
+def test_every_field_acts_or_is_idle(preset, more):
+    """A flag that does nothing makes an ablation compare a model with itself; one that does something must not be called idle. Both ways, by
+    the bits of loss and gradient."""
+    def result(config):
+        torch.manual_seed(0)
+        model = models.LM(config)
+        for p in model.parameters():                          # where M0 is zero, some settings have nothing to act on
+            p.data += 0.3 * torch.randn(p.shape)
+        x = torch.arange(24)[None] % 11
+        loss = model.loss(x[:, :-1], x[:, 1:])
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in model.parameters())]
+
+    def same(a, b):
+        return len(a) == len(b) and all(x is y or x is not None and y is not None and torch.equal(x, y) for x, y in zip(a, b))
+
+    config, nothing = small(preset, n_layer=1, **more).config, set()
+    before = result(config)
+    assert same(before, result(config))
+    for f in fields(config):
+        if f.name in ("mixer", "wiring", "memory_branch") or (config.features, f.name) in (("sketch", "degree"), ("exp", "muon")):
+            continue                                          # which make other models; which would be refused
+        value = OTHER[f.name]
+        if value == getattr(config, f.name):
+            value = not value if f.type is bool else value + 1 if f.type is int else f.default
+        if same(before, result(replace(config, **{f.name: value}))):
+            nothing.add(f.name)
+    assert nothing == models.idle(config) - {"muon"} if config.features == "exp" else nothing == models.idle(config)
+
+
+def test_flags_that_do_nothing_are_named(text, tmp_path, capsys):
+    """An ablation over --window with the wrong --model would say that the window does not matter."""
+    run = ["--steps", 1, "--model", "transformer", "--no-keep", "--attn-window", 5]
+    assert go(text, tmp_path / "a", *run) == 0
+    assert "warning: nothing in this network depends on --chunk, --window, --muon-every, --no-keep\n" in capsys.readouterr().out
+    assert go(text, tmp_path / "b", "--steps", 1) == 0 and "warning" not in capsys.readouterr().out
+    assert eval.main(["--task", "mqar", "--steps", "1", "--model", "omeganet", "--ns-steps", "3"]) == 0
+    assert "warning: nothing in this network depends on --ns-steps\n" in capsys.readouterr().out
+
+
 def test_odd_but_right_configurations():
     """A whole number does for a float; attention has no features, so no heads too large for them, and none that do not go with the rest."""
     assert models.Config(max_norm=3, dropout=0).max_norm == 3
     for features in (dict(features="exp"), dict(features="sketch", degree=3), dict(degree=57)):
         assert models.configure("transformer", **features).mixer == "attention"
     assert models.configure("transformer", n_embd=4096, n_head=1).head_dim == 4096
-    phi = Features("monomial", 4, degree=56)             # the largest: none of its numbers is 0 or infinite
-    assert phi.scale.min() >= torch.finfo(torch.float32).tiny and phi(torch.randn(9, 4)).isfinite().all()
+    phi = Features("monomial", 2, degree=56)             # the largest: none of its numbers is 0 or infinite
+    assert phi.scale.min() >= torch.finfo(torch.float32).tiny and phi(torch.randn(9, 2)).isfinite().all()
 
 
 def test_bad_arguments():
@@ -6165,6 +6216,12 @@ MUTANTS = [
      "test_accuracy_of_an_oracle_and_of_a_fool"),
     ("recall is trained without clipping", "eval.py", "clip_grad_norm_(model.parameters(), tc.grad_clip)\n",
      "clip_grad_norm_(model.parameters(), 1e9)\n", "test_mqar_is_trained_as_it_says"),
+    ("a flag that does nothing, and is not named", "models.py", 'if c.features in ("none", "exp"):', 'if c.features == "none":',
+     "test_every_field_acts_or_is_idle[dot-more6]"),
+    ("a flag that acts, and is called idle", "models.py", '"forget", "conv", "gate"', '"forget", "conv", "tie", "gate"',
+     "test_every_field_acts_or_is_idle[transformer-more0]"),
+    ("no word of flags that do nothing", "train.py", "    warn_of_idle(given, model.config)\n", "", "test_flags_that_do_nothing_are_named"),
+    ("nor in eval.py", "eval.py", "    train.warn_of_idle(args.config, model.config)\n", "", "test_flags_that_do_nothing_are_named"),
     ("recall is trained at one rate", "eval.py", "train.lr_scale(step, tc))", "1.0)", "test_mqar_is_trained_as_it_says"),
     ("memory may grow by half", "eval.py", "any(by > 0.05", "any(by > 0.5", "test_stream_tells_growth_and_nan"),
     ("models of any size beside each other", "bench.py", "{name: widen(config, target) for", "{name: config for", "test_bench_prints_tables_and_json"),

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data import KINDS, Parser, UserError, batch, make_tokenizer, read, streams, tokenizer_from_state, windows
-from models import LM, PRESETS, SIZES, Config, check, detach, flag, opt
+from models import LM, PRESETS, SIZES, Config, check, detach, flag, idle, opt
 from muon import exact_products, newton_schulz
 
 if not hasattr(torch.optim, "Muon"):                          # begun in torch 2.9
@@ -910,6 +910,13 @@ def describe(tc, model, device, dtype, tokenizer, splits, used):
             f"{tc.seq_len}; lower --muon-every")
 
 
+def warn_of_idle(given, config):
+    """A line about flags of the network on which nothing depends, as --window of a transformer: an ablation would compare a model with itself."""
+    names = [flag("no_" * (value is False) + name) for name, value in given.items() if name in idle(config)]
+    if names:
+        say(f"warning: nothing in this network depends on {', '.join(names)}")
+
+
 def launch(given):
     """A run, from its flags to its last line -> exit code."""
     ckpt = load_checkpoint(Path(given.get("out", TrainConfig.out)) / "ckpt.pt") if given.get("resume") else None
@@ -939,6 +946,7 @@ def launch(given):
     run = {key: ckpt[key] for key in ("step", "best", "seconds")} if ckpt else dict(step=0, best=math.inf, seconds=0.0)
     run.update(preset=tc.model, config=asdict(model.config), train=asdict(tc), tokenizer=tokenizer.state(), data=data)
     describe(tc, model, device, dtype, tokenizer, splits, data["used"])
+    warn_of_idle(given, model.config)
     optimizers = make_optimizers(model, tc)
     if ckpt:
         restore(ckpt, optimizers, device)
