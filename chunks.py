@@ -66,7 +66,7 @@ class Part(NamedTuple):
     ends: torch.Tensor | None = None                          # (..., s, 1, 1)  the last keepprod and momprod
     across: torch.Tensor | None = None                        # (..., 1, 1)  the last u
     # With Newton-Schulz     W_t = since_t W_j + own_t O_j,   in blocks of m tokens, or one of c <= m; W_j before block j, W_0 the first
-    # coef is (..., blocks, m, 2, 1): since_t, the product of keep from the block's first token to t; own_t, -sum of A[t, n] step_n over them.
+    # coef is (..., blocks, m, 2, 1): since_t, the product of keep from the block's first token to t; own_t, -sum of A[t, i] step_i over them.
     # Token t of a chunk that begins `pos` tokens into a block is at [(pos + t) // m, (pos + t) % m]; where there is one block, at [0, t]
     shares: torch.Tensor | None = None                        # (..., blocks, 1 + blocks)  of W_0 and of O_0 .. in the W after each block
     # with momentum r = blocks + 1, the last row being that of the last token; else r = blocks

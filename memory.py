@@ -14,7 +14,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in 
     code       ATLAS        Titans      meaning
     M, W       M_t          M_t         fast weights of one sequence and head, a tuple of matrices; M0 where they start
     S          S_t          S_t         momentum of the gradients
-    O          -            -           Newton-Schulz of S_t, in Eq 32
+    O          -            -           Newton-Schulz of S_t, in Eq 32 (of a block's sum of them: choice 15)
     keep       alpha_t      1 - alpha_t fraction of the memory retained, in (0, 1]
     step       eta_t        theta_t     inner step size, > 0
     momentum   theta_t      eta_t       momentum decay, in (0, 1)
@@ -35,8 +35,8 @@ import torch
 import torch.nn.functional as F
 
 # a new memory has one hidden layer, read by one matrix or, as in `gated`, two; it needs its lines in shapes, apply, firsts, unpacked_pairs, hidden,
-# hidden_backward, gradients_again, bent, both and fold (slope and curvature), half of which raise nothing for a kind that they do not know; and a
-# case in test_all.EQUAL
+# hidden_backward, gradients_again, bent, both and fold (the last four from its activation's first and second derivative), and a case in
+# test_all.EQUAL. Only shapes, apply and hidden raise an error for a kind that they do not know; the others take it for one that they know
 MEMORIES = ("linear", "mlp", "gated")
 # a new loss needs its lines in loss, error, error_backward, test_losses and test_all.EQUAL; a place in CURVED if the slope of its error is not
 # constant; and in `target` if its error does not depend on y. One that is no function of y - v, as a cross entropy, fits a linear memory alone
@@ -47,7 +47,7 @@ LP = 3                                                        # MIRAS' Moneta: |
 
 
 def shapes(kind, e, width, d):
-    """The shapes of the weights W of a memory from E features through `width` hidden units to D outputs."""
+    """The shapes of the weights W of a memory from E features through `width` hidden units to D outputs. KeyError for an unknown one."""
     return {"linear": [(e, d)], "mlp": [(e, width), (width, d)], "gated": [(e, width), (e, width), (width, d)]}[kind]
 
 
@@ -81,7 +81,7 @@ def loss(kind, y, v):
     if kind == "huber":
         return F.huber_loss(y, v, reduction="sum")                               # MIRAS, Yaad
     if kind == "lp":
-        return (y - v).abs().pow(LP).sum() / LP                                  # MIRAS, Moneta
+        return (y - v).abs().pow(LP).sum() / LP                                  # the q-Omega rule, after Eq 9; MIRAS, Moneta
     raise ValueError(f"no loss {kind!r}")
 
 

@@ -501,7 +501,8 @@ class WiringState(NamedTuple):
 class Wiring(nn.Module):
     """Memory and attention together, with persistent tokens p, after Titans (section 4, and its equation numbers).
 
-    M(..) learns as it reads; M*(..) only reads, the memory at the segment's start.
+    M(..) learns as it reads; M*(..) only reads, the memory at the segment's start. SWA is attention with a sliding window, in which p is like any
+    token; in SWA* every token sees p, however far behind.
 
         mag   y = SWA*(p | x),  o = norm(y) * sigmoid(norm(M(p | x)))                    Eq 26 - 28
         mal   o = SWA(norm(M(p | x)))                       without the memory SWA*(p | x)   Eq 29 - 31

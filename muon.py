@@ -233,7 +233,7 @@ def runs(steps):
 def iterate_on_gram(stacks, steps, a, b, c):
     """NS of stacks of matrices with the same short side s, (N, m, n) each, on G (all N, s, s): the formulas of the module docstring.
 
-    The first R is divided by |S|, so the stacks need not be.
+    The first R is divided by |S|: the stacks come as they are.
     """
     X, saved = stacks, []
     for run, n in enumerate(runs(steps)):

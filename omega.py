@@ -18,12 +18,15 @@ products a chunk: at a fixed anchor a token's gradient is x^T d, so
     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i        P = -A diag(step) Theta Gate,  u = -A diag(step) momprod         Eq 16, 39
     r_t W_t = keepprod * (R W_0) + u * (R S_0) + (P o (R X^T)) D    for all rows r_t at once: attention with P for a softmax (+ R M0, choice 21)
 
-with A[t, n] = prod keep_{n+1..t}, Theta[t, n] = prod momentum_{n+1..t}; keepprod_t and momprod_t are the products from the chunk's first
+with A[t, s] = prod keep_{s+1..t}, Theta[t, s] = prod momentum_{s+1..t}; keepprod_t and momprod_t are the products from the chunk's first
 token to t, W_0 and S_0 one matrix and its momentum before the chunk (not W[0], the first matrix of a memory, nor M0, where a text began),
 r_t, x_i and d_i the rows of R, X and D (in this formula alone not the head dim), and o multiplies elementwise; gate[t, i] weighs pair i in
-step t, which the tensor `gate` has at [t, window - 1 - (t - i)]. No per-token weight is formed. With Newton-Schulz one W and one sum of S_t
-are, for each block of m tokens, and r_t W_t is two products: with that block's W_j and its O_j, the NS of the sum before it. Where m = 1 and there
-is no momentum S_t is a sum of `window` pairs x^T d, and its NS is one as well: attention again, if the window is short (`pairs_chunk`).
+step t, which the tensor `gate` has at [t, window - 1 - (t - i)]. (The paper's letters are others: its u_i in Eq 34 - 38 is x_i^T d_i here, its
+beta_t momprod_t, its G the gradients themselves. u here, and G below, are numbers that multiply them.)
+
+No per-token weight is formed. With Newton-Schulz one W and one sum of S_t are, for each block of m tokens, and r_t W_t is two products: with that
+block's W_j and its O_j, the NS of the sum before it. Where m = 1 and there is no momentum S_t is a sum of `window` pairs x^T d, and its NS is one
+as well: attention again, if the window is short (`pairs_chunk`).
 
 P for c = 3, window = 2, no momentum, and a pair 0 from before the chunk (k, s, g for keep, step, gate): each row is the one above times
 keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and once more at token 3, has faded once by then:
@@ -52,7 +55,10 @@ from muon import exact_products, few_steps, least_square, newton_schulz_of_pairs
 
 
 class Rule(NamedTuple):
-    """What is learned and how: the four choices of MIRAS (memory, loss, retention through the gates, algorithm)."""
+    """What is learned and how: the four choices of MIRAS (memory, loss, retention through the gates, algorithm).
+
+    The defaults are Titans as printed; models.Config, whose defaults are those of ATLAS, makes a Rule of its own (`Config.rule`).
+    """
     memory: str = "mlp"
     loss: str = "l2"
     window: int = 1
@@ -86,7 +92,7 @@ class Rule(NamedTuple):
 
 class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network; see the table in memory.py."""
-    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; its gradient is off by eps / keep (`decay`), at 0 incomplete (`log`)
+    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; its gradient is off by rounding / keep (`decay`), at 0 incomplete (`log`)
     step: torch.Tensor                                        # (B, H, T)
     momentum: torch.Tensor | None                             # (B, H, T) in (0, 1); at 0 its gradient is incomplete (`log`); None: no momentum
     gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
@@ -95,7 +101,7 @@ class Gates(NamedTuple):
 class State(NamedTuple):
     """All that the rule carries from token t to t + 1, of bounded size (but for `exp` features, which keep all keys)."""
     M0: tuple                                                 # matrices (H, in, out) that W is counted from; () for zero
-    W: tuple                                                  # W_t (less M0), matrices (B, H, in, out)
+    W: tuple                                                  # W_t (less M0: `total` adds it), matrices (B, H, in, out)
     S: tuple                                                  # S_t, or () without momentum
     anchor: tuple                                             # W at the last chunk boundary
     O: tuple                                                  # NS of the block in progress, or () between blocks
@@ -104,7 +110,7 @@ class State(NamedTuple):
     v: torch.Tensor
     keys: torch.Tensor | None                                 # (B, H, t, D) all keys so far, for `exp` features only
     pos: int                                                  # tokens since the chunk boundary, t mod chunk
-    zero: bool = False                                        # W (counted from M0) and S are all zero, so nobody reads them; False in one you make
+    zero: bool = False                                        # by `start` alone: W and S are all zero, and products with them are skipped
 
 
 def start(rule, phi, M0, batch, momentum=True):
@@ -144,9 +150,10 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     ValueError for `exp` features, of which no phi(x) can be written out, and for a state and gates of which one has momentum.
     """
     check_momentum(gates, state)
-    pos, n = state.pos, state.k.shape[2]
+    pos, held = state.pos, state.k.shape[2]                   # tokens from before these
 
-    def one(M0, before, xq, q, xs, ks, vs, gates):            # one sequence, one head
+    def one(M0, before, xq, q, xs, ks, vs, gates):
+        """One sequence, one head: phi(q) (T, E), q (T, D); of the `held` tokens and these phi(k) (held + T, E), k, v (held + T, D)."""
         (W, S, anchor, O, sums), (keep, step, momentum, gate) = before, gates
 
         def window_loss(W, pairs, weights):
@@ -163,14 +170,15 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         for t in range(len(q)):
             if (pos + t) % rule.chunk == 0:
                 anchor = W                                                       # Eq 16; Eq 15 where a chunk is a token
-            pairs = range(max(0, n + t - rule.window + 1), n + t + 1)            # this token and the window - 1 before it
+            pairs = range(max(0, held + t - rule.window + 1), held + t + 1)      # this token and the window - 1 before it
             g = grad(window_loss)(anchor, pairs, gate[t, rule.window - len(pairs):])             # Eq 9
             S = tuple(momentum[t] * s + d for s, d in zip(S, g)) if len(momentum) else g         # Eq 33
             if rule.muon_every <= 1:
                 O = tuple(map(NS, S)) if rule.muon_every else S                  # Eq 40
-            else:                                                                # choice 15; before the first block there is nothing
-                if (pos + t) % rule.chunk % rule.muon_every == 0:
-                    O, sums = tuple(map(NS, sums or (0 * w for w in W))), ()
+            else:                                                                # choice 15
+                if (pos + t) % rule.chunk % rule.muon_every == 0:                # a block begins: NS of the one before it, if there is one
+                    O = tuple(map(NS, sums)) if sums else tuple(0 * w for w in W)
+                    sums = ()
                 sums = tuple(a + s for a, s in zip(sums, S)) if sums else S
             W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32, choices 4, 5 and 21
             ys.append(M(W, xq[t], q[t]))                                         # choice 3: read after write
@@ -185,7 +193,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     y, W, S, anchor, O, sums = vmap(vmap(one))(M0, before, phi(q), q, phi(ks), ks, vs, gates)
     pos = (pos + q.shape[2]) % rule.chunk
     O = O if rule.muon_every and pos % rule.muon_every else ()
-    first = max(0, n + q.shape[2] - rule.window + 1)
+    first = max(0, held + q.shape[2] - rule.window + 1)
     return y, State(state.M0, W, S, anchor if pos else W, O, sums, ks[:, :, first:], vs[:, :, first:], None, pos)
 
 
@@ -224,7 +232,7 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
     ks, vs = (torch.cat([F.pad(old, (0, 0, missing, 0)), new], 2) for old, new in ((state.k, k), (state.v, v)))
     xq, xk, targets = phi(q), phi(ks), memory.target(rule.memory, rule.loss, ks, vs)
     momentum = torch.zeros_like(gates.keep) if gates.momentum is None else gates.momentum        # none is one of 0
-    heads = lambda a: a.expand(B, *a.shape[-3:]).flatten(0, 1)                   # (B, H, ..) -> (N, ..)
+    heads = lambda a: a.expand(B, *a.shape[-3:]).flatten(0, 1)                   # (B, H, ..) or (H, ..) -> (N, ..)
     W, zeros = [heads(a) for a in state.W], [heads(torch.zeros_like(a)) for a in state.W]
     M0, S, sums = ([heads(a) for a in group] or zeros for group in (state.M0, state.S, state.sums))
     ys = []
@@ -238,12 +246,18 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
 
         momprod, Theta = decay(log(mom[..., 0]))              # Eq 33, 39: S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i
         G = Theta @ band(Gate)                                # (N, c, n); Eq 9 weighs pair i in step t by band(Gate)[t, i]
-        written = lambda a, g: [a * s + x.mT @ (g[..., None] * d) for s, (x, d) in zip(S, pairs)]                 # a S_0 + sum_i g_i x_i^T d_i
+
+        def written(a, g):                                    # a S_0 + sum_i g_i x_i^T d_i of each matrix, for a (N, 1, 1) and g (N, n)
+            return [a * s + x.mT @ (g[..., None] * d) for s, (x, d) in zip(S, pairs)]
+
         if not m:
-            keepprod, A = decay(log(keep[..., 0]))            # Eq 16 of 10, 12: W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
+            keepprod, A = decay(log(keep[..., 0]))            # Eq 10, 12 by Eq 16: W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i
             P, u = -(A * step.mT) @ G, -(A * step.mT) @ momprod                  # (N, c, n), (N, c, 1)
-            read = lambda i, rows: (rows @ M0[i] + keepprod * (rows @ W[i]) + u * (rows @ S[i])   # all r_t W_t at once:
-                                    + (P * (rows @ pairs[i][0].mT)) @ pairs[i][1])                # attention, with P for a softmax
+
+            def read(i, rows):                                # all r_t W_t of the i-th matrix at once: attention, with P for a softmax
+                x, d = pairs[i]
+                return rows @ M0[i] + keepprod * (rows @ W[i]) + u * (rows @ S[i]) + (P * (rows @ x.mT)) @ d
+
             ys.append(answer(rule, cxq, cq, read))
             W = [keepprod[:, -1:] * a + b for a, b in zip(W, written(u[:, -1:], P[:, -1]))]
         else:
@@ -253,7 +267,10 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
                 O = [newton_schulz_ref(a, *rule.newton_schulz()) for a in (sums if m == 1 else before)]           # Eq 40; choice 15
                 since, A = decay(log(keep[:, block, 0]))      # Eq 32: W_t = since_t W_j + own_t O_j, from W_j before the block on
                 own = -A @ step[:, block]                     # (N, m, 1), as `since`, the product of keep from the block's first token to t
-                read = lambda i, rows: rows @ M0[i] + since * (rows @ W[i]) + own * (rows @ O[i])
+
+                def read(i, rows):                            # r_t W_t of the i-th matrix
+                    return rows @ M0[i] + since * (rows @ W[i]) + own * (rows @ O[i])
+
                 ys.append(answer(rule, cxq[:, block], cq[:, block], read))
                 W = [since[:, -1:] * a + own[:, -1:] * o for a, o in zip(W, O)]
         S, W = written(momprod[:, -1:], G[:, -1]), rule.bound(W)                 # choice 22
@@ -269,6 +286,26 @@ def answer(rule, x, r, read):
     if rule.memory != "linear":                               # Eq 42, 43
         x = memory.hidden(rule.memory, torch.cat([read(i, x) for i in range(memory.firsts(rule.memory))], -1))
     return memory.output(rule.memory, read(-1, x), r, rule.norm)
+
+
+def write_keys(rule, state, q, k, ks):
+    """`exp` features (Eq 22): phi* is infinite, but a memory only ever holds sums of phi*(k_i)^T d_i, so it is its coefficients.
+
+    The first matrix gets one row for every key of the sequence, after D rows for the degree-1 part, where M0 lives (choice 19). Reading
+    multiplies by [r, exp(r . k_1), exp(r . k_2), ..] (Eq 23), writing token i adds to its row alone: x_i^T d_i with a one-hot x_i.
+    """
+    keys = torch.cat([state.keys, k], 2)
+    width, (*_, last) = q.shape[-1] + keys.shape[2], state.W
+    rows = [width] * memory.firsts(rule.memory) + [last.shape[-2]]
+    state = state._replace(keys=keys, **{name: grown(getattr(state, name), rows) for name in ("M0", "W", "S", "anchor")})
+    hot = torch.eye(ks.shape[2], dtype=q.dtype, device=q.device)
+    hot = F.pad(hot, (width - ks.shape[2], 0))                # the last columns belong to the last keys; missing ones write nothing
+    return state, kernel_rows(q, keys), kernel_rows(ks, keys), hot.expand(*k.shape[:2], *hot.shape)
+
+
+def kernel_rows(r, keys):
+    """[r, exp(r . k_1), exp(r . k_2), ..]: what multiplies the coefficients of an `exp` memory (Eq 23)."""
+    return torch.cat([r, (r @ keys.mT).exp()], -1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------
@@ -413,7 +450,7 @@ def muon_mixing(gates, m, pos):
     blocks, fill = -(-(pos + c) // m), chunks.padding(pos, c, m)
     momprod, j = None, torch.arange(pos, pos + c, device=gates.gate.device) // m
     rows = torch.eye(blocks, **like)[j]                       # (c, blocks): 1 where t is in block j
-    if gates.momentum is not None:                            # Eq 39: sums over those t of Theta[t, n], R_n = rows_n + momentum_{n+1} R_{n+1}
+    if gates.momentum is not None:                            # Eq 39: sums over those t of Theta[t, s], R_s = rows_s + momentum_{s+1} R_{s+1}
         rows = torch.cat([rows, torch.eye(c, **like)[:, -1:]], -1).expand(*gates.momentum.shape, -1)
         rows = recur(gates.momentum.flip(-1).roll(1, -1), rows.flip(-2))[0].flip(-2)
         momprod = gates.momentum[..., :1, None] * rows[..., :1, :].mT
@@ -551,7 +588,8 @@ def pairs_chunk(rule, part, gate, M0, W, anchor):
         W_t = keepprod_t W_0 + sum over s of P[t, s] O_s,   P = -A diag(step) (N, c, c)                 Eq 32
         r_t W_t = r_t (keepprod_t W_0 + M0) + sum over s, j of P[t, s] (r_t . x_{s+j}) KD[s, j]         attention once more
 
-    gate (N, c, window); M0 (or empty, for zero), W before the chunk and anchor: of each matrix (N, in, out).
+    gate (N, c, window): gate[t, j] here weighs pair t + j, which is token t + j - (window - 1) of the chunk. M0 (or empty, for zero), W before the
+    chunk and anchor: of each matrix (N, in, out).
     """
     kind, w = rule.memory, gate.shape[-1]
     windows = lambda a: Overlapping.apply(a[:, None], 1, w)[:, 0]                # (N, n, ..) -> (N, c, w, ..)
@@ -661,23 +699,3 @@ def cuts(T, pos, chunk):
     head = min(T, -pos % chunk)
     whole, rest = divmod(T - head, chunk)
     return [(n, c) for n, c in ((head, 1), (chunk, whole), (rest, 1)) if n * c]
-
-
-def write_keys(rule, state, q, k, ks):
-    """`exp` features (Eq 22): phi* is infinite, but a memory only ever holds sums of phi*(k_i)^T d_i, so it is its coefficients.
-
-    The first matrix gets one row for every key of the sequence, after D rows for the degree-1 part, where M0 lives (choice 19). Reading
-    multiplies by [r, exp(r . k_1), exp(r . k_2), ..] (Eq 23), writing token i adds to its row alone: x_i^T d_i with a one-hot x_i.
-    """
-    keys = torch.cat([state.keys, k], 2)
-    width, (*_, last) = q.shape[-1] + keys.shape[2], state.W
-    rows = [width] * memory.firsts(rule.memory) + [last.shape[-2]]
-    state = state._replace(keys=keys, **{name: grown(getattr(state, name), rows) for name in ("M0", "W", "S", "anchor")})
-    hot = torch.eye(ks.shape[2], dtype=q.dtype, device=q.device)
-    hot = F.pad(hot, (width - ks.shape[2], 0))                # the last columns belong to the last keys; missing ones write nothing
-    return state, kernel_rows(q, keys), kernel_rows(ks, keys), hot.expand(*k.shape[:2], *hot.shape)
-
-
-def kernel_rows(r, keys):
-    """[r, exp(r . k_1), exp(r . k_2), ..]: what multiplies the coefficients of an `exp` memory."""
-    return torch.cat([r, (r @ keys.mT).exp()], -1)

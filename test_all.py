@@ -5552,7 +5552,7 @@ MUTANTS = [
     ("reference: read before write", "omega.py", "M(W, xq[t], q[t])", "M(W_before, xq[t], q[t])",
      "test_linear_attention", "            W = tuple(keep[t]", "            W_before, W = W, tuple(keep[t]"),
     ("reference: reads the anchor", "omega.py", "M(W, xq[t], q[t])", "M(anchor, xq[t], q[t])", "test_linear_attention"),
-    ("reference: window one too short", "omega.py", "max(0, n + t - rule.window + 1), n", "max(0, n + t - rule.window + 2), n",
+    ("reference: window one too short", "omega.py", "max(0, held + t - rule.window + 1), held", "max(0, held + t - rule.window + 2), held",
      "test_swla_by_brute_force"),
     ("reference: gates in reverse", "omega.py", "in zip(weights, pairs))", "in zip(weights.flip(0), pairs))", "test_swla_by_brute_force"),
     ("reference: nothing is forgotten", "omega.py", "keep[t] * w -", "w -", "test_retention"),
