@@ -16,9 +16,9 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in 
     S          S_t          S_t         momentum of the gradients
     O          -            -           Newton-Schulz of S_t, in Eq 32 (of a block's sum of them: choice 15)
     keep       alpha_t      1 - alpha_t fraction of the memory retained, in (0, 1]
-    step       eta_t        theta_t     inner step size, > 0
+    step       eta_t        -           inner step size, > 0  (choice 4)
     momentum   theta_t      eta_t       momentum decay, in (0, 1)
-    gate       gamma_i^(t)  -           weight of the i-th window token at step t: `window` values a token
+    gate       gamma_i^(t)  theta_t     weight of the i-th window token at step t: `window` values a token
     window     c            1           tokens the Omega rule looks back on
     chunk      b            b           tokens that share one gradient point
     degree     p            1           polynomial degree of phi

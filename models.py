@@ -312,7 +312,7 @@ class Memory(nn.Module):
     """The layer that learns at test time (Figure 3, right): projections, convolution, gates, the Omega rule, norm, output gate.
 
     With `muon`, what a token writes is read from the next block of `muon_every` > 1 tokens (at most `chunk`) on: a sequence of no more reads M0 alone,
-    and its values get no gradient. For short sequences take muon=False, or a small muon_every.
+    and keys, values and gates get no gradient. For short sequences take muon=False, or a small muon_every.
     """
     conv_width = 4
 
