@@ -656,7 +656,10 @@ def parse(argv=None):
     parser.add_argument("--data", required=True, help="a text file, or a folder: all its .txt files, in subfolders, too")
     parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="what a token is [gpt2]")
     parser.add_argument("--out", default="tokens", help="folder for train.bin and val.bin [tokens]")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.out:
+        parser.error("--out is empty; name a folder")
+    return args
 
 
 def main(argv=None):

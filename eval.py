@@ -4,6 +4,7 @@
                                                     50,000 tokens in one stream: no NaN, and memory flat where the
                                                     state does not hold every token, or exit code 1
     python eval.py --ckpt out --stream 1000000      the same with a stream of a million tokens
+    python eval.py --ckpt out --no-write            the same where the memory stays as it begins: what is it worth?
     python eval.py --task mqar --model atlas        train a small model to recall four pairs that it saw once
     python eval.py --task mqar --model titans --window 4 --pairs 2 4     any preset, any field of models.Config
 
@@ -16,7 +17,6 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -58,13 +58,17 @@ def text_task(args, device):
     ckpt = train.load_checkpoint(args.ckpt)
     model, tokenizer = train.rebuild(ckpt)
     model.to(device).eval()
+    if args.no_write:
+        if "max_step" in models.idle(model.config):
+            raise UserError(f"--no-write: {ckpt['path']} has no memory that writes ({ckpt['preset']})")
+        model.config.max_step = 0.0             # of all inner steps
     corpus, T = train.read_for(ckpt, ckpt["train"]["data"] if args.data is None else args.data), ckpt["train"]["seq_len"]
     _, val = corpus.splits(tokenizer, 1)                      # the last window of each kind may be short
     say(f"{ckpt['path']}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
         f"{ckpt['data']['used']} in windows of {T}")
     part = "the validation files" if corpus.tokens else "the last tenth"
     same = "" if corpus.sha256 == ckpt["data"]["sha256"] else "; it is not the text of the training"
-    say(f"{part} of {corpus.used}, {len(val):,} tokens{same}")
+    say(f"{part} of {corpus.used}, {len(val):,} tokens{same}" + "; the memory writes nothing" * args.no_write)
     loss = train.report(model, tokenizer, val, T, args.batch_size)
     length = min(args.length or 4 * T, len(val) - 1)
     at, n = position_loss(model, val, length, args.batch_size, args.windows)
@@ -78,6 +82,9 @@ def text_task(args, device):
 
 
 # ---- a stream without end
+
+LONGEST_PIECE = 2**16                           # tokens
+
 
 def resident():
     """Bytes of memory that this process occupies now; where the system does not tell, the most that it ever has; on Windows nan."""
@@ -104,7 +111,9 @@ def stream(model, ids, n):
     """n tokens through one state. Raises Halt if a number is not finite, or if memory grows, in a model whose state has a size of its own."""
     device, state, seen, total, marks, base = next(model.parameters()).device, None, 0, 0.0, 0, None
     c = model.config                            # a state's size depends on the place in a chunk, and in a segment of mac
-    period = math.lcm(c.chunk, c.attn_window if c.wiring == "mac" else 1)
+    period = math.lcm(1 if "chunk" in models.idle(c) else c.chunk, c.attn_window if c.wiring == "mac" else 1)
+    if period > LONGEST_PIECE:
+        return say(f"\nno stream: it is read in pieces of whole chunks and segments, here of {period:,} tokens")
     say(f"\na stream of {n:,} tokens\n     tokens  nats/token  tokens/s  resident MiB  state bytes")
     began = time.perf_counter()
     for x, y in pieces(ids, n, -(-1024 // period) * period):
@@ -158,8 +167,8 @@ def mqar_task(args, device):
         tc = train.TrainConfig(steps=args.steps, warmup=args.steps // 10, lr=args.lr, optimizer=args.optimizer)
     except ValueError as fault:
         raise UserError(str(fault)) from None
-    say("network  " + "  ".join(f"{name} {value}" for name, value in asdict(model.config).items()))
-    train.warn_of_idle(args.config, model.config)
+    say("network  " + "  ".join(f"{name} {value}" for name, value in train.effective(model.config).items()))
+    train.warn(args.config, model.config, args.seq_len)
     say(f"{args.model}: {model.num_params():,} parameters, {args.steps} steps of {args.batch_size} x {args.seq_len}")
     optimizers, began = train.make_optimizers(model, tc), time.perf_counter()
     for step in range(args.steps):
@@ -183,7 +192,7 @@ def mqar_task(args, device):
 
 # ---- main
 
-TEXT = "ckpt", "data", "length", "windows", "stream"
+TEXT = "ckpt", "data", "length", "windows", "stream", "no_write"
 MQAR = "model", "pairs", "vocab", "seq_len", "steps", "lr", "optimizer", "seed"
 
 
@@ -200,6 +209,7 @@ def parse(argv=None):
     add("--length", type=at_least(int, 0), default=0, metavar="N", help="longest window of the loss by position [4 x training's]")
     add("--windows", type=at_least(int, 1), default=32, metavar="N", help="windows of the loss by position [32]")
     add("--stream", type=at_least(int, 0), default=50_000, metavar="N", help="tokens of the endless stream; 0: none [50000]")
+    add("--no-write", action="store_true", default=False, help="all inner steps 0: what does the memory bring?")
     add = parser.add_argument_group("--task mqar").add_argument
     add("--model", default="atlas", choices=tuple(models.PRESETS), help="[atlas]")
     add("--pairs", type=at_least(int, 1), nargs="+", default=[4], metavar="N", help="numbers of pairs [4]")
@@ -223,7 +233,8 @@ def parse(argv=None):
     if args.batch_size is None:
         args.batch_size = 32 if args.task == "mqar" else 8
     if args.task == "text" and args.config:
-        parser.error(f"{train.flag(next(iter(args.config)))} is for --task mqar; a checkpoint brings its own network")
+        name, value = next(iter(args.config.items()))
+        parser.error(f"{train.flag('no_' * (value is False) + name)} is for --task mqar; a checkpoint brings its own network")
     return args
 
 

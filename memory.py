@@ -34,9 +34,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-# a new memory has one hidden layer, read by one matrix or, as in `gated`, two; it needs its lines in shapes, apply, firsts, unpacked_pairs, hidden,
-# hidden_backward, gradients_again, bent, both and fold (the last four from its activation's first and second derivative), and a case in
-# test_all.EQUAL. Only shapes, apply and hidden raise an error for a kind that they do not know; the others take it for one that they know
+# a new memory of one hidden layer, as `mlp`, needs its lines in shapes, apply, hidden, hidden_backward and gradients_again (its activation, and that
+# one's slope and curvature), in test_memory_formula and test_all.EQUAL; one whose hidden layer reads two matrices, as `gated`, also in firsts and bent
 MEMORIES = ("linear", "mlp", "gated")
 # a new loss needs its lines in loss, error, error_backward, test_losses and test_all.EQUAL; a place in CURVED if the slope of its error is not
 # constant; and in `target` if its error does not depend on y. One that is no function of y - v, as a cross entropy, fits a linear memory alone
@@ -134,7 +133,7 @@ def firsts(kind):
 
 def unpacked_pairs(kind, pairs):
     """The pairs of packed matrices (`gradients`) -> those of each matrix."""
-    if kind != "gated":
+    if firsts(kind) == 1:
         return pairs
     (x, d), last = pairs
     return [*((x, half) for half in d.chunk(2, -1)), last]
@@ -173,6 +172,8 @@ def hidden_backward(kind, z, da):
     """The gradient of z, for that of these rows."""
     if kind == "mlp":
         return torch.ops.aten.gelu_backward(da, z)
+    if kind != "gated":
+        raise ValueError(f"no gradient of the hidden units of memory {kind!r}")
     z, u = z.chunk(2, -1)
     return torch.cat([torch.ops.aten.gelu_backward(da * u, z), F.gelu(z).mul_(da)], -1)
 
@@ -201,6 +202,8 @@ def gradients_again(kind, W, x, saved):
     if kind == "mlp":
         a, slope, curvature = gelu(z)
         return Recomputed(W, [(x, slope * g), (a, e)], f, (slope, curvature.mul_(g)))
+    if kind != "gated":
+        raise ValueError(f"no second derivatives of memory {kind!r}")
     z, u = z.chunk(2, -1)
     h, slope, curvature = gelu(z)
     slopes = torch.cat([slope * u, h], -1)
@@ -257,7 +260,7 @@ def output_error_backward(loss_kind, de, f, v, norm):
 
 def bent(kind, d, bend):
     """What the slope of these rows changes by, times g, when z moves by d."""
-    if kind == "mlp":
+    if firsts(kind) == 1:
         return d * bend
     (d1, d2), (p, r) = d.chunk(2, -1), bend.chunk(2, -1)
     return torch.cat([d1 * p + d2 * r, d1 * r], -1)
@@ -265,12 +268,12 @@ def bent(kind, d, bend):
 
 def both(kind, g):
     """What leaves the hidden units, for each of the matrices that feed them."""
-    return g if kind == "mlp" else torch.cat([g, g], -1)
+    return g if firsts(kind) == 1 else torch.cat([g, g], -1)
 
 
 def fold(kind, d):
     """The gradient of `both`."""
-    return d if kind == "mlp" else torch.add(*d.chunk(2, -1))
+    return d if firsts(kind) == 1 else torch.add(*d.chunk(2, -1))
 
 
 def gelu(z):

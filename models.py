@@ -100,6 +100,8 @@ class Config:
             raise ValueError(f"--dropout must be below 1, not {self.dropout}")
         if 0 < self.max_norm < 1e-30:
             raise ValueError(f"--max-norm {self.max_norm} is too small to divide by; 0 is for no bound")
+        if self.max_norm > 1e30:
+            raise ValueError(f"--max-norm {self.max_norm} is too large to divide by; 0 is for no bound")
         if not self.head_dim:
             if self.n_embd % self.n_head:
                 raise ValueError(f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}, or give --head-dim")
@@ -108,7 +110,7 @@ class Config:
         if attention and self.wiring != "lmm":
             raise ValueError(f"--wiring {self.wiring} is of a memory and attention; take a --model with a memory")
         if self.wiring == "lmm" and not self.memory_branch:
-            raise ValueError("--no-memory-branch leaves nothing of --wiring lmm; take mag, mal or mac, or --model transformer")
+            raise ValueError("--no-memory-branch is for --wiring mag, mal and mac, of which it leaves the attention; --model transformer has nothing else")
         if (attention or self.wiring != "lmm") and self.head_dim % 2:
             raise ValueError(f"attention turns pairs of numbers: --head-dim must be even, not {self.head_dim}")
         if self.wiring != "lmm" and not self.attn_window:
@@ -840,6 +842,9 @@ def state_bytes(state):
 
 def main(argv=()):
     """Lists the models, and which columns of the paper's Table 1 they have."""
+    if argv in (["-h"], ["--help"]):
+        print("usage: models.py\n\n" + main.__doc__)
+        return 0
     if argv:
         print(f"error: models.py takes no arguments, not {' '.join(argv)}; it lists the models", file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ from torch import nn
 
 from memory import once_differentiable
 
-# a new map needs its lines in features_dim, Features.__init__ and forward, models.properties, test_phi_inner and test_all.EQUAL
+# a new map needs its lines in features_dim, Features.__init__ and forward, models.properties and models.idle, test_phi_inner and test_all.EQUAL
 FEATURES = ("none", "elementwise", "monomial", "sketch", "exp")
 
 

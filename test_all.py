@@ -2254,7 +2254,8 @@ def test_recorded_on_a_gpu_is_eager(preset, compile, monkeypatch):
     ("atlas", dict(features="elementwise", degree=57), "at most 56"), ("atlas", dict(head_dim=1, degree=57), "at most 56"),
     ("atlas", dict(window="8"), "--window .* int"),
     ("atlas", dict(n_layer=2.0), "--n-layer .* int, not 2.0"), ("atlas", dict(muon="no"), "bool"), ("atlas", dict(max_norm=None), "--max-norm .* float"),
-    ("atlas", dict(max_norm=1e39), "--max-norm .* float32"), ("atlas", dict(max_norm=1e-40), "--max-norm .* too small")])
+    ("atlas", dict(max_norm=1e39), "--max-norm .* float32"), ("atlas", dict(max_norm=1e-40), "--max-norm .* too small"),
+    ("atlas", dict(max_norm=3e38), "--max-norm .* too large .* 0 is for no bound")])       # by which a CPU that flushes 1e-38 makes every W zero
 def test_bad_configurations(preset, more, says):
     """Each mistake is one clear line that names the flag or the choices."""
     with pytest.raises(ValueError, match=says) as caught:
@@ -2307,10 +2308,18 @@ def test_flags_that_do_nothing_are_named(text, tmp_path, capsys):
     """An ablation over --window with the wrong --model would say that the window does not matter."""
     run = ["--steps", 1, "--model", "transformer", "--no-keep", "--attn-window", 5]
     assert go(text, tmp_path / "a", *run) == 0
-    assert "warning: nothing in this network depends on --chunk, --window, --muon-every, --no-keep\n" in capsys.readouterr().out
+    assert "warning: nothing in this run depends on --chunk, --window, --muon-every, --no-keep\n" in capsys.readouterr().out
     assert go(text, tmp_path / "b", "--steps", 1) == 0 and "warning" not in capsys.readouterr().out
     assert eval.main(["--task", "mqar", "--steps", "1", "--model", "omeganet", "--ns-steps", "3"]) == 0
-    assert "warning: nothing in this network depends on --ns-steps\n" in capsys.readouterr().out
+    assert "warning: nothing in this run depends on --ns-steps\n" in capsys.readouterr().out
+    assert go(text, tmp_path / "c", "--steps", 1, "--optimizer", "adamw", "--muon-lr", 1, "--bpe-size", 300, "--muon-every", 9) == 0
+    said = capsys.readouterr().out
+    assert "depends on --muon-lr, --bpe-size\n" in said and "warning: --muon-every 9 acts as 8" in said and "muon_every 8," in " ".join(said.split())
+    assert go(text, tmp_path / "d", "--steps", 1, "--optimizer", "muon", "--muon-lr", 1e-3, "--tokenizer", "bpe", "--bpe-size", 300) == 0
+    assert "warning" not in capsys.readouterr().out
+    assert eval.main(["--task", "mqar", "--steps", "1", "--chunk", "24", "--muon-every", "32"]) == 0
+    said = capsys.readouterr().out
+    assert "acts as 24" in said and "so never in a sequence of --seq-len 24" in said and "muon_every 24 " in said
 
 
 def test_odd_but_right_configurations():
@@ -2431,6 +2440,7 @@ def test_models_py_prints_the_models_of_the_paper(monkeypatch, capsys):
     memory = 2 * 4 * (8 * 16 * 16 + 3 * 3 * 128)              # W of 8 heads and three inputs of the convolution, at any length
     assert said == [["transformer", *"--xx-", "910,752", f"{cache:,}", f"{4 * cache:,}"], ["linear", *"-----", "878,192", f"{memory:,}", f"{memory:,}"]]
     assert "no arguments, not --model" in refused(capsys, models.main, "--model")
+    assert models.main(["--help"]) == 0 and "Lists the models" in capsys.readouterr().out
     written = []                                              # of a second write `| head` would be gone: a traceback
     monkeypatch.setattr(sys, "stdout", argparse.Namespace(write=written.append))
     models.main()
@@ -4079,6 +4089,28 @@ def test_a_damaged_log_is_no_reason_not_to_go_on(damage, tmp_path):
     assert path.read_text().startswith(",".join(train.COLUMNS))
 
 
+def test_a_log_of_another_kind_is_kept(tmp_path, capsys):
+    """A spreadsheet that writes semicolons must not cost the rows of a run."""
+    path, log = tmp_path / "log.csv", "step;loss\n1;2.5\n"
+    for n in (1, 2):
+        path.write_text(log)
+        train.begin_log(path, 5)
+        assert path.read_text() == ",".join(train.COLUMNS) + "\n" and (tmp_path / f"log-{n}.csv").read_text() == log
+        assert f"log-{n}.csv" in capsys.readouterr().out
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(train.Halt, match="log.csv"):
+        train.begin_log(path, 5)
+
+
+def test_a_first_gradient_of_noise_is_told(text, tmp_path, capsys):
+    """Through many Newton-Schulz of large steps gradients explode, and clipping hides it (README, choice 16)."""
+    assert go(text, tmp_path / "a", "--steps", 1) == 0
+    assert "first gradient" not in capsys.readouterr().out
+    assert go(text, tmp_path / "b", "--steps", 1, "--chunk", 1, "--muon-every", 1, "--seq-len", 96, "--stop-after", 1) == 0
+    assert "warning: the first gradient's norm is" in capsys.readouterr().out
+
+
 def test_a_full_disk_is_said_of_the_log(tmp_path, monkeypatch):
     """`No space left on device`, of which file?"""
     def full(*_):
@@ -4304,6 +4336,23 @@ def test_a_run_outlives_its_reader(monkeypatch):
     stop.signal = 0
     stop.note(signal.SIGINT, None)
     assert silenced == [True] and stop.signal == signal.SIGINT
+
+
+def test_a_full_disk_for_what_is_said(monkeypatch, capsys):
+    """A table that went nowhere, and exit code 0. What is said next goes nowhere, too, but what is computed goes on, and is saved."""
+    done, nowhere, real = [], [], print
+
+    def full(*args, file=None, **how):
+        if file is None and args:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*args, file=file, **how)
+    monkeypatch.setattr("builtins.print", full)
+    monkeypatch.setattr(train, "nobody_reads", lambda: nowhere.append(True))
+    for code in (0, 130):
+        assert train.exit_code(lambda: train.say("a table") or done.append(True) or code) == (code or 1)
+        assert capsys.readouterr().err == "error: stdout took no more of what was said ([Errno 28] No space left on device); files that were saved are intact\n"
+    assert done == nowhere == [True, True]
+    assert train.exit_code(lambda: 0) == 0                    # of another task it is no fault
 
 
 @pytest.mark.parametrize("preset, grows", [("transformer", True), ("dot", True), ("swa", False), ("omeganet", False)])
@@ -4707,6 +4756,20 @@ def test_no_memory_for_a_checkpoint(where, text, copy, monkeypatch, capsys):
     else:
         monkeypatch.setattr(torch.optim.AdamW if "--resume" in where else models.LM, "load_state_dict", full)
     assert "out of memory" in refused(capsys, main, *argv, code=1)
+
+
+def test_a_checkpoint_that_lacks_a_weight(copy, capsys):
+    """torch's first line is a title: `Error(s) in loading state_dict`, and that was all that was said."""
+    ckpt = torch.load(copy / "best.pt", weights_only=True)
+    del ckpt["model"]["norm.weight"]
+    torch.save(ckpt, copy / "best.pt")
+    said = refused(capsys, sample.main, "--ckpt", copy, "--device", "cpu")
+    assert 'Missing key(s) in state_dict: "norm.weight"' in said and "train again" in said
+
+
+def test_a_path_that_is_no_path(capsys):
+    """A name too long, or in a folder that may not be read, failed before it was opened."""
+    assert "no checkpoint" in refused(capsys, sample.main, "--ckpt", "a" * 300, "--device", "cpu")
 
 
 @pytest.mark.parametrize("key, value", [("optimizers", []), ("rng", {}), ("rng", dict(cpu=torch.zeros(2), cuda=None))])
@@ -5224,6 +5287,35 @@ def test_a_stream_is_looked_at_where_its_state_is_of_one_size(more, capsys):
     assert "state +0.0%" in capsys.readouterr().out
 
 
+def test_a_stream_of_huge_pieces_is_none(capsys):
+    """A segment and a chunk without a common factor made one piece of a million tokens; the chunk of a transformer counted, too."""
+    model = models.build("omeganet", vocab_size=5, n_layer=1, n_embd=8, n_head=1, head_dim=4, wiring="mac", attn_window=1013, chunk=1009)
+    eval.stream(model, None, 12_000)
+    assert "no stream: it is read in pieces of whole chunks and segments, here of 1,022,117 tokens" in capsys.readouterr().out
+    model = models.build("swa", vocab_size=5, n_layer=1, n_embd=8, n_head=1, head_dim=4, attn_window=4, chunk=3_000_017)
+    eval.stream(model, torch.arange(50) % 5, 2048)
+    assert "since the first tenth" in capsys.readouterr().out
+
+
+def test_what_a_memory_brings(tmp_path, capsys):
+    """--no-write: its loss is that of a model whose inner steps are 0, and a model without a memory has none."""
+    text = tmp_path / "t.txt"
+    text.write_text("to be or not to be that is the question " * 60)
+    for name in ("omeganet", "transformer"):
+        assert go(text, tmp_path / name, "--steps", 6, "--model", name, "--head-dim", 8) == 0
+    model, tokenizer = train.rebuild(train.load_checkpoint(tmp_path / "omeganet"))
+    val, losses = data.split(tokenizer.encode(text.read_text()), 16)[1], []
+    for flags in ([], ["--no-write"]):
+        capsys.readouterr()
+        assert eval.main(["--ckpt", str(tmp_path / "omeganet"), "--stream", "0", "--device", "cpu", *flags]) == 0
+        said = capsys.readouterr().out
+        losses.append(train.evaluate(model, val, 16, 8))
+        assert f"{losses[-1]:.4f} nats/token" in said and ("the memory writes nothing" in said) == bool(flags)
+        model.config.max_step = 0.0
+    assert losses[0] != losses[1]
+    assert "no memory" in refused(capsys, eval.main, "--ckpt", tmp_path / "transformer", "--no-write", "--device", "cpu")
+
+
 def test_position_loss_is_the_mean_loss_seen_by_position():
     """Catches positions mixed up, or windows counted twice: a model that is sure from position 3 on."""
     def logits(x):
@@ -5343,6 +5435,7 @@ def test_resident_memory_of_any_system(monkeypatch):
     (["--task", "mqar", "--model", "gpt"], "transformer"), (["--stream", "-5"], "--stream"), (["--lr", "1"], "--lr"),
     (["--task", "mqar", "--stream", "5"], "--stream"), (["--task", "mqar", "--batch-size", "0"], "--batch-size"),
     (["--task", "mqar", "--vocab", "-5"], "--vocab:"), (["--task", "mqar", "--seed", str(10**13)], "--seed"), (["--threads", str(10**11)], "--threads"),
+    (["--no-muon"], "--no-muon is for"), (["--task", "mqar", "--no-write"], "--no-write"),
     (["--model", "atlas"], "--model"), (["--task", "mqar", "--ckpt", "out"], "--ckpt")])          # the defaults, but given
 def test_eval_mistakes_are_one_line(argv, names, capsys):
     """A traceback, or a flag that is ignored without a word."""
@@ -6032,8 +6125,24 @@ MUTANTS = [
     ("a number read back", "omega.py", "        da = torch.cat([first,", "        da = 0 * g.sum().item() + torch.cat([first,",
      "test_nothing_waits_for_the_host[atlas++-more4]"),
     ("no tokens, no answer", "omega.py", " if ys else torch.zeros_like(v)", "", "test_any_split_is_the_whole[atlas]"),
-    ("no reader, no run", "train.py", "invalid argument\n        nobody_reads()\n", "invalid argument\n        raise\n",
+    ("no reader, no run", "train.py", "UNSAID.append(fault)\n        nobody_reads()\n", "UNSAID.append(fault)\n        raise\n",
      "test_a_run_outlives_its_reader"),
+    ("what a full disk did not take is no fault", "train.py", "        if not UNSAID:\n            return code\n", "        return code\n",
+     "test_a_full_disk_for_what_is_said"),
+    ("what stdout did not take of an earlier task", "train.py", "    UNSAID.clear()\n", "", "test_a_full_disk_for_what_is_said"),
+    ("a log of another kind is lost", "train.py", "            os.replace(path, kept)\n", "            path.unlink()\n",
+     "test_a_log_of_another_kind_is_kept"),
+    ("no word of a gradient that is noise", "train.py", "if norm > 1000 * max(1.0, tc.grad_clip):", "if False:",
+     "test_a_first_gradient_of_noise_is_told"),
+    ("the title of a fault", "train.py", '" ".join(str(fault).split("\\n\\t")[1:2]) or first_line(fault)', "first_line(fault)",
+     "test_a_checkpoint_that_lacks_a_weight"),
+    ("a stream in huge pieces", "eval.py", "    if period > LONGEST_PIECE:", "    if False:", "test_a_stream_of_huge_pieces_is_none"),
+    ("a transformer's chunk", "eval.py", '1 if "chunk" in models.idle(c) else c.chunk', "c.chunk", "test_a_stream_of_huge_pieces_is_none"),
+    ("--no-write writes", "eval.py", "        model.config.max_step = 0.0 ", "        model.config.max_step = 2.0 ", "test_what_a_memory_brings"),
+    ("a bound that makes all W zero", "models.py", "if self.max_norm > 1e30:", "if self.max_norm > 3.3e38:", "test_bad_configurations"),
+    ("a --muon-every that does not act", "train.py", 'if every and given.get("muon_every", 0) > every:', "if False:",
+     "test_flags_that_do_nothing_are_named"),
+    ("a --muon-lr that does not act", "train.py", 'in {*idle(config), *unused}]', "in idle(config)]", "test_flags_that_do_nothing_are_named"),
     ("as many streams as asked for", "data.py", "    n = min(n, len(ids) - 1)\n", "", "test_more_streams_than_tokens"),
     ("a thread of its own compiles eight shapes", "chunks.py", "        if Chunks.compiled:", "        if False:",
      "test_chunk_steps_compile_whole"),
@@ -6221,8 +6330,8 @@ MUTANTS = [
      "test_every_field_acts_or_is_idle[dot-more6]"),
     ("a flag that acts, and is called idle", "models.py", '"forget", "conv", "gate"', '"forget", "conv", "tie", "gate"',
      "test_every_field_acts_or_is_idle[transformer-more0]"),
-    ("no word of flags that do nothing", "train.py", "    warn_of_idle(given, model.config)\n", "", "test_flags_that_do_nothing_are_named"),
-    ("nor in eval.py", "eval.py", "    train.warn_of_idle(args.config, model.config)\n", "", "test_flags_that_do_nothing_are_named"),
+    ("no word of flags that do nothing", "train.py", "    warn(given, model.config, tc.seq_len,", "    (given, model.config, tc.seq_len,", "test_flags_that_do_nothing_are_named"),
+    ("nor in eval.py", "eval.py", "    train.warn(args.config, model.config, args.seq_len)\n", "", "test_flags_that_do_nothing_are_named"),
     ("recall is trained at one rate", "eval.py", "train.lr_scale(step, tc))", "1.0)", "test_mqar_is_trained_as_it_says"),
     ("memory may grow by half", "eval.py", "any(by > 0.05", "any(by > 0.5", "test_stream_tells_growth_and_nan"),
     ("models of any size beside each other", "bench.py", "{name: widen(config, target) for", "{name: config for", "test_bench_prints_tables_and_json"),

@@ -14,6 +14,7 @@ run that was stopped and resumed ends in the same bits as one that was not, as l
 """
 import argparse
 import ctypes
+import errno
 import math
 import os
 import shlex
@@ -226,18 +227,18 @@ def load_checkpoint(path):
     Nothing in the file is run (weights_only). torch checks no sums when it loads, so zipfile does.
     """
     path = Path(path)
-    if path.is_dir():
-        path = next((path / name for name in ("best.pt", "ckpt.pt") if (path / name).exists()), path)
-        if path.is_dir():
-            raise UserError(f"no best.pt or ckpt.pt in the folder {path}; python train.py --out {shlex.quote(str(path))} makes them")
     try:
+        if path.is_dir():
+            path = next((path / name for name in ("best.pt", "ckpt.pt") if (path / name).exists()), path)
+            if path.is_dir():
+                raise UserError(f"no best.pt or ckpt.pt in the folder {path}; python train.py --out {shlex.quote(str(path))} makes them")
         with open(path, "rb") as f:
             head, written = f.read(2), os.fstat(f.fileno()).st_mtime_ns
     except OSError as fault:
         raise UserError(f"no checkpoint {path} ({fault.strerror}); python train.py makes one in --out") from None
     if head != b"PK":                                         # torch.save writes zip archives
-        why = {b"": "is empty", b"\x80": "is a bare pickle, which can hold code: refused"}
-        raise UserError(f"{path} {why.get(head[:1], 'is not a checkpoint of train.py')}")
+        why = {b"": "is empty; use another checkpoint, or train again", b"\x80": "is a bare pickle, which can hold code: refused"}
+        raise UserError(f"{path} {why.get(head[:1], 'is not a checkpoint of train.py, which makes best.pt and ckpt.pt in --out')}")
     try:
         with zipfile.ZipFile(path) as archive:
             broken, names = archive.testzip(), archive.namelist()
@@ -271,13 +272,14 @@ def taken_from(ckpt, remedy=""):
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as fault:
         if out_of_memory(fault):
             raise
-        raise UserError(f"{ckpt['path']} does not fit this version: {first_line(fault)}{remedy}") from None
+        why = " ".join(str(fault).split("\n\t")[1:2]) or first_line(fault)        # torch has what is missing in lines below a title
+        raise UserError(f"{ckpt['path']} does not fit this version: {why}{remedy}") from None
 
 
 def rebuild(ckpt):
     """The model and the tokenizer of a checkpoint."""
     tokenizer = tokenizer_from_state(ckpt["tokenizer"])
-    with taken_from(ckpt):
+    with taken_from(ckpt, "; use another checkpoint, or train again"):
         model = LM(Config(**ckpt["config"]))
         model.load_state_dict(ckpt["model"])
     if tokenizer.vocab_size != model.config.vocab_size:
@@ -385,13 +387,18 @@ def greatest(number, device):
     return int(number)
 
 
+UNSAID = []                                                   # why stdout took no more, if not because its reader had gone: exit_code tells it
+
+
 def say(text=""):
-    """A line on stdout. A run outlives its reader (`| head`, or a `| tee` that the same Ctrl-C has ended): it has things to save."""
+    """A line on stdout. A run outlives its reader (`| head`, or a `| tee` that the same Ctrl-C has ended) and a full disk: it has things to save."""
     if rank():
         return
     try:
         print(text, flush=True)
-    except OSError:                                           # a broken pipe; Windows calls it an invalid argument
+    except OSError as fault:
+        if not isinstance(fault, BrokenPipeError) and fault.errno != errno.EINVAL:       # which is what Windows calls a broken pipe
+            UNSAID.append(fault)
         nobody_reads()
 
 
@@ -725,8 +732,14 @@ def begin_log(path, step):
     """Makes log.csv ready for the rows after `step`: those that are there, logged by a killed run but not saved, are dropped; a column that an
     older version did not have stays empty in its rows.
     """
-    text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
+    with writing(path):
+        text = path.read_text("utf-8-sig", "replace") if path.exists() else ""
     head, *rows = [line.split(",") for line in text.splitlines()] or [COLUMNS]           # no field has a comma in it
+    if head[0] != COLUMNS[0]:                                 # a spreadsheet's, or no table
+        kept = next(p for p in (path.with_name(f"log-{n}.csv") for n in count(1)) if not p.exists())
+        with writing(path):
+            os.replace(path, kept)
+        say(f"{path} is not a table of this program; it is now {kept}")
     number = lambda a: int(a) if a.isdecimal() and len(a) < 19 else math.inf
     rows = [dict(zip(head, row)) for row in rows if len(row) == len(head) and number(row[0]) <= step]
     rows = [[row.get(name, "") for name in COLUMNS] for row in rows]
@@ -762,6 +775,8 @@ def train(model, optimizers, run, tc, splits, device, dtype, recorded=None):
                 if first == 0:
                     set_aside(out)
                 begin_log(out / "log.csv", first)
+                if norm > 1000 * max(1.0, tc.grad_clip):
+                    say(f"warning: the first gradient's norm is {norm:.1e}; clipped it is noise: with Newton-Schulz lower --max-step or raise --chunk")
             val, over = None, progress(step, earlier + time.perf_counter() - began, tc)
             if step % tc.eval_every == 0 or over >= 1:
                 val = evaluate(model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
@@ -895,7 +910,7 @@ def probe(out):
 def describe(tc, model, device, dtype, tokenizer, splits, used):
     chip = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     chip += f", {processes()} processes" * (processes() > 1)
-    for title, values in (("run", asdict(tc)), ("network", asdict(model.config))):
+    for title, values in (("run", asdict(tc)), ("network", effective(model.config))):
         text = ", ".join(f"{name} {value}" for name, value in values.items())
         say(textwrap.fill(text, 118, initial_indent=f"{title:8s} ", subsequent_indent=" " * 9))
     how = "compiled" if tc.compile else "not compiled"
@@ -903,18 +918,26 @@ def describe(tc, model, device, dtype, tokenizer, splits, used):
     say(f"data     {used}: {len(splits[0]):,} tokens to train, {len(splits[1]):,} to validate, {tokenizer.kind} "
         f"vocabulary of {tokenizer.vocab_size:,}")
     say(f"model    {tc.model}, {tc.size}: {model.num_params():,} parameters")
-    config = model.config
-    every = config.rule().muon_every if config.mixer == "memory" and config.memory_branch else 0
-    if every > 1 and tc.seq_len + config.persistent * (config.wiring in ("mag", "mal")) <= every:
-        say(f"warning: what a memory has written is first read after --muon-every {every} tokens, so never in a sequence of --seq-len "
-            f"{tc.seq_len}; lower --muon-every")
 
 
-def warn_of_idle(given, config):
-    """A line about flags of the network on which nothing depends, as --window of a transformer: an ablation would compare a model with itself."""
-    names = [flag("no_" * (value is False) + name) for name, value in given.items() if name in idle(config)]
+def effective(config):
+    """The fields of a Config, with the muon_every that acts."""
+    return asdict(config) | (dict(muon_every=config.rule().muon_every) if config.muon else {})
+
+
+def warn(given, config, seq_len, unused=()):
+    """A line about flags on which nothing depends, as --window of a transformer or those `unused` of the run: an ablation would compare a model
+    with itself. A line if Newton-Schulz is not taken as rarely as it was told, and one if what the memory writes is never read.
+    """
+    names = [flag("no_" * (value is False) + name) for name, value in given.items() if name in {*idle(config), *unused}]
     if names:
-        say(f"warning: nothing in this network depends on {', '.join(names)}")
+        say(f"warning: nothing in this run depends on {', '.join(names)}")
+    every = 0 if "muon_every" in idle(config) else config.rule().muon_every
+    if every and given.get("muon_every", 0) > every:
+        say(f"warning: --muon-every {given['muon_every']} acts as {every}, for Newton-Schulz sees at most a --chunk")
+    if every > 1 and seq_len + config.persistent * (config.wiring in ("mag", "mal")) <= every:
+        say(f"warning: what a memory has written is first read after --muon-every {every} tokens, so never in a sequence of --seq-len "
+            f"{seq_len}; lower --muon-every")
 
 
 def launch(given):
@@ -946,7 +969,8 @@ def launch(given):
     run = {key: ckpt[key] for key in ("step", "best", "seconds")} if ckpt else dict(step=0, best=math.inf, seconds=0.0)
     run.update(preset=tc.model, config=asdict(model.config), train=asdict(tc), tokenizer=tokenizer.state(), data=data)
     describe(tc, model, device, dtype, tokenizer, splits, data["used"])
-    warn_of_idle(given, model.config)
+    unused = dict(muon_lr=tc.optimizer != "muon", bpe_size=tokenizer.kind != "bpe")
+    warn(given, model.config, tc.seq_len, [name for name, is_so in unused.items() if is_so])
     optimizers = make_optimizers(model, tc)
     if ckpt:
         restore(ckpt, optimizers, device)
@@ -983,8 +1007,12 @@ def exit_code(task, stopped="stopped", more_memory="take less at a time"):
     os.close(spare)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")              # a sample may hold letters that the terminal has not
+    UNSAID.clear()
     try:
-        return task() or 0
+        code = task() or 0
+        if not UNSAID:
+            return code
+        code, message = code or 1, f"stdout took no more of what was said ({first_line(UNSAID[0])}); files that were saved are intact"
     except BrokenPipeError:                                   # `| head` has seen enough; no second flush at exit
         nobody_reads()
         return 0
