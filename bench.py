@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -62,6 +63,7 @@ class Bench:
     models: list
     seconds: float = 0.0                        # of the part at hand
     records: list = field(default_factory=list)
+    save: Callable = lambda: None               # writes the records, for what comes next may be cut short
 
     def pick(self, quick, cpu, cuda=None):
         """cuda None: as on a CPU."""
@@ -73,6 +75,7 @@ class Bench:
         """Remember a result -> '12.3K +-2%' tokens a second."""
         speed = tokens / times["median_s"]
         self.records.append(dict(part=part, name=name, **times, tokens_per_s=speed, **more))
+        self.save()
         return f"{short(speed)} +-{100 * times['spread_s'] / times['median_s']:.0f}%"
 
 
@@ -102,14 +105,17 @@ def clock(run, device, timer=None):
 def race(runs, seconds, device, must=math.inf):
     """The contestants (name -> function) take turns, three rounds at least, until the seconds are over -> name -> times.
 
-    One whose memory runs out, or that cannot be compiled, is left out, and after the first `must` those for which there is no time.
+    One whose memory runs out, or that cannot be compiled, is left out, and after the first `must` those for which there is no time: a first call
+    may have to compile, so what a round takes is seen at a second one.
     """
-    began, first, rounds = now(device), {}, 3
-    for name, run in runs.items():
-        if len(first) >= must and (1 + rounds) * (now(device) - began) > seconds:
+    began, first, rounds, a_round = now(device), {}, 3, 0.0
+    for i, (name, run) in enumerate(runs.items()):
+        if len(first) >= must and now(device) - began + rounds * a_round > seconds:
+            say(f"no time for {', '.join(' '.join(n) if isinstance(n, tuple) else str(n) for n in list(runs)[i:])}")
             break
         try:
             first[name] = clock(run, device, time.perf_counter)        # compilers are other processes
+            a_round += clock(run, device) if must < math.inf else 0.0
         except Exception as fault:
             if train.out_of_memory(fault):
                 say(f"{name}: out of memory")
@@ -228,13 +234,13 @@ def part_layer(bench):
     batch, width = bench.pick((1, 64), (1, 256), (4, 1024))
     lengths = bench.pick([32, 64], [256, 1024, 4096, 16384], [1024, 4096, 16384, 65536])
     cases, over = contestants(bench, width), now(bench.device) + 0.7 * bench.seconds
-    cells, cost, before, main = {}, {name: 0.0 for name in cases}, lengths[0], train.TrainConfig.model
+    cells, cost, first, before, main = {}, {name: 0.0 for name in cases}, {}, lengths[0], train.TrainConfig.model
     for i, T in enumerate(lengths):
         left, runs = (over - now(bench.device)) / (len(lengths) - i), {}
         room = math.inf if bench.quick else left
         for name in cost:                       # seconds to expect: a warm-up, three rounds, the measurement of memory
             square = name == "transformer" or cases[name].get("features") == "exp"
-            cost[name] *= 6 * (T / before) ** (2 if square else 1)
+            cost[name] = 6 * cost[name] * (T / before) ** (2 if square else 1) + first.get(name, 0.0)
         for name in sorted(cost, key=lambda name: (name != "transformer", name != main, cost[name])):
             if cost[name] <= room:
                 room -= cost[name]
@@ -247,6 +253,8 @@ def part_layer(bench):
                 cells[name, what, T] = bench.keep("layer", name, times[name, what], batch * T, what=what, T=T, **more)
             cells[name, "memory", T] = MiB(peak)
             cost[name] = times[name, "forward"]["median_s"] + times[name, "both"]["median_s"]
+            if bench.compile:                   # each length is another shape to compile
+                first[name] = times[name, "forward"]["first_s"] + times[name, "both"]["first_s"]
     say(f"\nlayer: batch {batch}, width {width}, heads of {HEAD}, of {SMALL_HEAD} with polynomial features; "
         "- took too long, see --minutes")
     for what, title in (("both", "forward + backward, tokens/s"), ("forward", "forward, tokens/s"),
@@ -255,7 +263,10 @@ def part_layer(bench):
         table(f"layer: {title}", ["", *(f"T {T}" for T in lengths)], rows)
     definition(bench, width)
     for knob in sweeps(bench, width):
-        sweep(bench, batch, width, *knob, 0.07 * bench.seconds)
+        if bench.compile and not bench.quick and now(bench.device) > over + 0.3 * bench.seconds:
+            say(f"\nlayer: no time for {knob[0]}")
+        else:
+            sweep(bench, batch, width, *knob, 0.07 * bench.seconds)
 
 
 def definition(bench, width):
@@ -402,7 +413,8 @@ def widen(config, target):
 def step_flops(config, T, device):
     """Of forward and backward of one sequence, counted by torch; attention counts as T x T, as is the custom.
 
-    Each block has as many as the next: two tell them all, and need not the memory of all.
+    Each block has as many as the next: two tell them all, and need not the memory of all. The recurrence of P does not count, as in rule_flops,
+    though on a GPU it is run by products.
     """
     def counted(n_layer):
         model, tokens = models.LM(replace(config, n_layer=n_layer)).to(device), torch.zeros(1, T, dtype=torch.long, device=device)
@@ -410,8 +422,12 @@ def step_flops(config, T, device):
             with sdpa_kernel(SDPBackend.MATH):  # neither compiled nor fused kernels are counted
                 model.loss(tokens, tokens).backward()
         return counter.get_total_flops()
-    one = counted(1)
-    return one + (config.n_layer - 1) * (counted(2) - one) if config.n_layer > 1 else one
+    by_products, omega.recur = omega.recur, omega.Recurrence.apply
+    try:
+        one = counted(1)
+        return one + (config.n_layer - 1) * (counted(2) - one) if config.n_layer > 1 else one
+    finally:
+        omega.recur = by_products
 
 
 def step_run(bench, config, tc, ids):
@@ -618,7 +634,7 @@ def machine(device):
     """What makes the figures worth keeping."""
     chip, info = platform.machine(), Path("/proc/cpuinfo")
     if device.type == "cuda":
-        chip = torch.cuda.get_device_name()
+        chip = f"{torch.cuda.get_device_name()}, cuDNN {torch.backends.cudnn.version()}"       # which may be what computes SDPA
     elif info.exists():
         chip = next((s.split(":")[1].strip() for s in info.read_text().splitlines() if "model name" in s), chip)
     try:
@@ -672,19 +688,20 @@ def run(args):
     about = dict(machine(device), dtype=str(dtype)[6:], matmul=matmul, decode=alone, compiled=compile, clock=clock_name(device))
     say("  ".join(f"{name} {value}" for name, value in about.items()))
     parts = {name: PARTS[name] for name in args.part or PARTS}
+    result = lambda: json.dumps(dict(bench="atlas", argv=sys.argv[1:], machine=about, records=bench.records))
+    if args.json is not None:
+        bench.save = lambda: Path(args.json).write_text(result() + "\n")
     for name, (part, share) in parts.items():
         bench.seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
         torch.set_float32_matmul_precision(alone if name == "decode" else matmul)
         with torch.compiler.set_stance("force_eager" if name == "decode" else "default"):       # as train.finish
             part(bench)
-        result = json.dumps(dict(bench="atlas", argv=sys.argv[1:], machine=about, records=bench.records))
-        if args.json is not None:                             # after each part, for the next may be cut short
-            Path(args.json).write_text(result + "\n")
+        bench.save()
     try:
         if args.plot:
             plot(bench.records, Path(__file__).parent / "results")
     finally:                                                  # it may find no place to write
-        say(f"\n{result}")
+        say(f"\n{result()}")
 
 
 def main(argv=None):

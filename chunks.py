@@ -1018,7 +1018,7 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
             S = last
     after = grouped(dafter, (k, k if momentum else 0, k if rule.muon_every > 1 else 0))
     # compiled, the first gradient of the sums has the strides of the later ones, slices of a larger tensor: else its call would be another graph
-    zeros = lambda h, *inner: h.new_zeros(parts.v.shape[1], *inner, *h.shape[-2:])[(slice(None), *(0 for _ in inner))]
+    zeros = lambda h, *inner: parts.coef.new_zeros(parts.v.shape[1], *inner, *h.shape[-2:])[(slice(None), *(0 for _ in inner))]
     inner = ((), (), read[-1][0].shape[1:2], ()) if Chunks.compiled else [()] * 4
     dfast = Fast(*([zeros(h, *i) if d is None else d for h, d in zip(read[-1], ds)] for ds, i in zip(after, inner)))
     dM0, starts = [None] * len(M0), repeated(how, M0, parts.v.shape[1], longest(cuts), parts.coef.shape[2])

@@ -305,7 +305,8 @@ def add_product(y, a, b):
 
 def autocast(device, dtype=None):
     """Within, products are in `dtype`: torch casts what they multiply. Without one, no autocast of the caller's reaches them."""
-    if not torch.amp.is_autocast_available(device.type):      # as of the meta device, on which shapes and FLOPs can be had for nothing
+    # as of the meta device, on which shapes and FLOPs can be had for nothing; the compiler of torch 2.11 cannot be asked
+    if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
 

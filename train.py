@@ -658,12 +658,18 @@ class Recorded:
 
 def record(model, x, y, dtype, passes):
     """-> Recorded, for batches like x, y; where that fails, None, and a line that says so."""
+    stream = torch.cuda.current_stream()
     try:
         return Recorded(model, x, y, dtype, passes)
     except RuntimeError as fault:
-        if out_of_memory(fault):
-            raise
-        print(f"warning: no CUDA graph, going on without one: {first_line(fault)}", file=sys.stderr)
+        causes = [fault]                                      # what was not allowed, then what the end of the recording says of that
+        while causes[0].__context__:
+            causes.insert(0, causes[0].__context__)
+        for cause in causes:
+            if out_of_memory(cause):
+                raise cause
+        print(f"warning: no CUDA graph, going on without one: {', then '.join(map(first_line, causes))}", file=sys.stderr)
+        torch.cuda.set_stream(stream)                         # torch is left on that of the recording
         model.zero_grad()
 
 

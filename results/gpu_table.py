@@ -2,8 +2,8 @@
 
     python results/gpu_table.py results                       the folder with gpu-*.log, and bench-step-*.json for the product
 
-FLOPs are bench.step_flops: of forward and backward, --remat's second forward not among them. The best transformer of a length is what all are
-compared with.
+FLOPs are bench.step_flops: of forward and backward, --remat's second forward not among them; attention as T x T, twice what a causal kernel has to
+compute. The best transformer of a length is what all are compared with.
 """
 import json
 import os
@@ -35,6 +35,7 @@ def runs(log):
         name, text, speed = part.splitlines()[0], " ".join(part.split()), re.findall(r"([\d,]+) tokens/s", part)
         told = re.search(r" run model .*? network (.*?) device ", text)
         if told and speed:
+            name += ", NOT RECORDED" * ("no CUDA graph" in text)
             yield name, int(speed[-1].replace(",", "")), int(re.search(r"\bseq_len (\d+)", text)[1]), network(told[1])
 
 
