@@ -4281,7 +4281,7 @@ def test_windows_too_short_to_read_what_was_written(capsys):
                           (("--seq-len", 8, "--model", "transformer"), False), (("--seq-len", 1, "--muon-every", 1), False),
                           (("--seq-len", 8, "--wiring", "mag"), False), (("--seq-len", 8, "--wiring", "mac"), True)):         # mag: and 4 of its own
         tc, config = train.settings(train.parse([*NET, *RUN, *map(str, flags)]))
-        train.describe(tc, models.LM(config), CPU, torch.float32, data.make_tokenizer("char", "abc"), ([], []), "words")
+        train.warn({}, config, tc.seq_len)
         assert ("lower --muon-every" in capsys.readouterr().out) == warned
 
 
@@ -4714,7 +4714,7 @@ def test_broken_and_foreign_checkpoints_are_refused_each_in_its_own_words(copy, 
     distinct = ("missing", "empty", "text", "pickle", "half", "folder", "bomb", "nanogpt", "version")
     assert len({said[name] for name in distinct}) == len(distinct)
     assert "damaged" in said["flipped"] and "refused" in said["bomb"] and "refused" in said["pickle bomb"]
-    assert said["zip"] == said["text"] == "error: X is not a checkpoint of train.py\n"
+    assert said["zip"] == said["text"] == "error: X is not a checkpoint of train.py, which makes best.pt and ckpt.pt in --out\n"
     for size in (1, 2, 10, 1000, len(good) - 1):
         (tmp_path / "short").write_bytes(good[:size])
         refused(capsys, sample.main, "--ckpt", tmp_path / "short")

@@ -226,7 +226,7 @@ def load_checkpoint(path):
 
     Nothing in the file is run (weights_only). torch checks no sums when it loads, so zipfile does.
     """
-    path = Path(path)
+    path, foreign = Path(path), "is not a checkpoint of train.py, which makes best.pt and ckpt.pt in --out"
     try:
         if path.is_dir():
             path = next((path / name for name in ("best.pt", "ckpt.pt") if (path / name).exists()), path)
@@ -238,7 +238,7 @@ def load_checkpoint(path):
         raise UserError(f"no checkpoint {path} ({fault.strerror}); python train.py makes one in --out") from None
     if head != b"PK":                                         # torch.save writes zip archives
         why = {b"": "is empty; use another checkpoint, or train again", b"\x80": "is a bare pickle, which can hold code: refused"}
-        raise UserError(f"{path} {why.get(head[:1], 'is not a checkpoint of train.py, which makes best.pt and ckpt.pt in --out')}")
+        raise UserError(f"{path} {why.get(head[:1], foreign)}")
     try:
         with zipfile.ZipFile(path) as archive:
             broken, names = archive.testzip(), archive.namelist()
@@ -251,8 +251,7 @@ def load_checkpoint(path):
     except Exception as fault:                                # the file decides what is raised
         if out_of_memory(fault):
             raise
-        why = "holds more than weights and plain values: refused, and none of it was run" if any(n.endswith("data.pkl") for n in names) else \
-            "is not a checkpoint of train.py"
+        why = "holds more than weights and plain values: refused, and none of it was run" if any(n.endswith("data.pkl") for n in names) else foreign
         raise UserError(f"{path} {why}") from None
     if not isinstance(ckpt, dict) or "format" not in ckpt:
         raise UserError(f"{path} was not written by this program's train.py")
