@@ -2026,6 +2026,15 @@ def test_chunk_steps_compile_whole(preset, graphs, dtype, monkeypatch):
     assert sorted(n for n in linears if n) == ([2, 3] if preset == "omeganet" else [])           # output gate and projection; a SwiGLU
 
 
+def test_the_compiler_is_not_asked_for_an_autocast(monkeypatch):
+    """torch 2.11, which lent GPUs have, cannot: ten graph breaks in each chunk of an atlas in bfloat16."""
+    asked = []
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda kind: asked.append(kind) or True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with memory.autocast(CPU):
+        assert not torch.is_autocast_enabled("cpu") and not asked
+
+
 def test_chunk_of_few_pairs_compiles_whole(monkeypatch):
     """One graph for the first chunk, whose W is zero and has no gradient, and one for all others; and the same numbers."""
     plain_again(monkeypatch)
@@ -5019,6 +5028,13 @@ def test_step_flops_of_a_transformer():
     assert bench.step_flops(config, T, CPU) == 6 * weights * T + 12 * config.n_layer * T * T * config.n_embd
 
 
+@pytest.mark.parametrize("preset", ["titans", "omeganet", "atlas", "linear"])
+def test_step_flops_are_those_of_any_device(preset):
+    """Elsewhere than on a CPU the recurrence of P is a product of c x c matrices: a tenth of titans' step, which a compiled GPU does not take."""
+    config, recur = replace(small(preset).config, chunk=16, muon_every=16), omega_module.recur
+    assert bench.step_flops(config, 32, torch.device("meta")) == bench.step_flops(config, 32, CPU) and omega_module.recur is recur
+
+
 def test_peak_bytes():
     """Catches a peak that forgets what was freed on the way, or that counts what was there before."""
     before = torch.ones(1 << 18)
@@ -5180,6 +5196,17 @@ def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
     assert len(params) == 3 and max(params) < 1.01 * min(params)                 # models of equal size, or the ratio says nothing
     assert {(part, name) for part in ("step", "decode") for name in names} <= {(r["part"], r["name"]) for r in result["records"]}
     assert all(("bytes" in r) == (r["what"] == "both") for r in result["records"] if (r["part"], r["name"]) == ("layer", "titans"))
+
+
+def test_a_bench_that_is_cut_short_leaves_its_records(tmp_path, monkeypatch, capsys):
+    """A part takes minutes on a GPU, and a call there ends after ten."""
+    def cut(kit):
+        for name in "ab":
+            kit.keep("rule", name, dict(median_s=1.0, spread_s=0.0), 5)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(bench, "PARTS", dict(rule=(cut, 1)))
+    assert bench.main(["--quick", "--device", "cpu", "--json", str(tmp_path / "b.json")]) == 130
+    assert [r["name"] for r in json.loads((tmp_path / "b.json").read_text())["records"]] == ["a", "b"]
 
 
 def test_work_is_what_the_readme_says():
@@ -6140,7 +6167,8 @@ MUTANTS = [
     ("summed cross entropy", "models.py", "ignore_index=-100)", "ignore_index=-100, reduction='sum')", "test_loss_counts_what_it_should"),
     ("autocast reaches into the memory's gradient", "chunks.py", "with memory.autocast(dy.device, ctx.how.rule.dtype), ", "with ",
      "test_backward_inside_of_autocast[atlas-more0]"),
-    ("no autocast on the meta device", "memory.py", "if not torch.amp.is_autocast_available(device.type):", "if False:", "test_nothing_waits_for_the_host"),
+    ("no autocast on the meta device", "memory.py", "if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device.type):", "if False:",
+     "test_nothing_waits_for_the_host"),
     ("gates take what autocast leaves", "models.py", "self.gates(x.to(self.gates.weight.dtype))", "self.gates(x)",
      "test_backward_inside_of_autocast[atlas-more4]"),
     ("a tensor made on the host", "omega.py", "i = torch.arange(T, device=q.device)[:, None]", "i = torch.arange(T)[:, None]",
@@ -6159,6 +6187,20 @@ MUTANTS = [
      "test_a_first_gradient_of_noise_is_told"),
     ("the title of a fault", "train.py", '" ".join(str(fault).split("\\n\\t")[1:2]) or first_line(fault)', "first_line(fault)",
      "test_a_checkpoint_that_lacks_a_weight"),
+    ("FLOPs of the recurrence's products", "bench.py", "omega.recur, omega.Recurrence.apply", "omega.recur, omega.recur",
+     "test_step_flops_are_those_of_any_device"),
+    ("a bench keeps its records to itself", "bench.py", "        self.save()\n", "", "test_a_bench_that_is_cut_short_leaves_its_records"),
+    ("compile time counts as often as there are rounds", "bench.py", "- began + rounds * a_round > seconds:", "- began + rounds * (now(device) - began) > seconds:",
+     "test_race_takes_turns_and_drops_who_cannot_run"),
+    ("who was dropped is not told", "bench.py", "            say(f\"no time for {', '.join(", "            str(f\"no time for {', '.join(",
+     "test_race_takes_turns_and_drops_who_cannot_run"),
+    ("a gradient that begins in half precision is a graph of its own", "chunks.py", "parts.coef.new_zeros(parts.v.shape[1], *inner",
+     "h.new_zeros(parts.v.shape[1], *inner", "test_chunk_steps_compile_whole"),
+    ("what broke a recording is hidden", "train.py", "while causes[0].__context__:", "while False:", "test_what_cannot_be_recorded_is_computed_as_before"),
+    ("a run goes on in the stream of a broken recording", "train.py", "        torch.cuda.set_stream(stream)  ", "        stream  ",
+     "test_what_cannot_be_recorded_is_computed_as_before"),
+    ("the compiler is asked what it cannot answer", "memory.py", "if not torch.compiler.is_compiling() and not torch.amp", "if not torch.amp",
+     "test_the_compiler_is_not_asked_for_an_autocast"),
     ("a stream in huge pieces", "eval.py", "    if period > LONGEST_PIECE:", "    if False:", "test_a_stream_of_huge_pieces_is_none"),
     ("a transformer's chunk", "eval.py", '1 if "chunk" in models.idle(c) else c.chunk', "c.chunk", "test_a_stream_of_huge_pieces_is_none"),
     ("--no-write writes", "eval.py", "        model.config.max_step = 0.0 ", "        model.config.max_step = 2.0 ", "test_what_a_memory_brings"),
