@@ -579,6 +579,9 @@ EQUAL = {                         # memory, loss, window, chunk, momentum, muon_
     "atlas, T = 1, mid-block":   ("mlp",    "l2",    3,  8, True,  4,  1, 6, "none"),
     "atlas, six steps":          ("mlp",    "l2",    3,  8, True,  4, 10, 3, "none, six steps"),
     "atlas, straight through":   ("gated",  "l2",    3,  8, True,  4, 10, 0, "none, straight through"),
+    "atlas, converging":         ("mlp",    "l2",    3,  8, True,  4, 10, 3, "monomial, converging"),
+    "atlas, by pairs, three":    ("mlp",    "l2",    2,  4, False, 1, 10, 3, "monomial, three steps"),
+    "atlas, by pairs, conv.":    ("mlp",    "l2",    2,  4, False, 1, 10, 0, "monomial, converging"),
     "atlas, sequential":         ("gated",  "l2",    3,  1, True,  1,  5, 0, "none"),
 }
 
@@ -595,7 +598,8 @@ def of_case(case, ball=0.0):
     kind, loss, window, chunk, momentum, muon_every, T, earlier, features = case
     phi, x = problem(kind, loss, window, T + earlier, momentum, features.split(",")[0], degree=3 if "cubic" in features else 2)
     rule = Rule(kind, loss, window, chunk, muon_every, norm="norm" in features, forget="start" if "M0" in features else "zero", ball=ball,
-                ns_steps=6 if "six" in features else 5, straight_through="straight" in features)
+                ns_steps=6 if "six" in features else 3 if "three" in features else 5,
+                ns_coefficients="cubic" if "converging" in features else "muon", straight_through="straight" in features)
     if "rest" in features:                                    # without an S0: the fast form then skips products with zero
         x = {name: a for name, a in x.items() if not name.startswith("S0")}
     return rule, phi, x, (earlier,) if earlier else ()
@@ -639,6 +643,15 @@ def test_products_in_half_precision(name):
         assert off(a, c) < 2**16 * off(b, c) + 2e-3
 
 
+def test_who_is_in_half_precision():
+    """P, which multiplies in it, for it is as large as all products of pairs; not the gradient of M0, an optimizer's."""
+    gates = Gates(torch.rand(2, 4), torch.rand(2, 4), torch.rand(2, 4), torch.rand(2, 4, 3))
+    mix = omega_module.mixing(Rule(dtype=torch.bfloat16, window=3), gates, 0)
+    assert {name for name, a in mix.items() if a.dtype != torch.float32} == {"P"} and mix["P"].dtype == torch.bfloat16
+    m = torch.zeros(2, 3, 4)
+    assert chunks.of_heads(torch.ones(2, 3, 4).bfloat16(), m).dtype == chunks.of_heads(torch.ones(6, 3, 4).bfloat16(), m).dtype == torch.float32
+
+
 def test_who_goes_by_pairs(monkeypatch):
     """Only sums of few pairs, in full precision; the others would be slower, less exact, or wrong."""
     gone, run = [], omega_module.pairs_run
@@ -647,7 +660,7 @@ def test_who_goes_by_pairs(monkeypatch):
         rule, phi, x, cuts = of_case(case)
         learn(omega, rule, phi, x, cuts)
         learn(omega, rule._replace(ns_gram=False), phi, x, cuts)
-    assert set(gone) == {"atlas, by pairs", "atlas, by pairs, gated", "atlas, by pairs, linear"}
+    assert set(gone) == {name for name in EQUAL if "by pairs" in name}
     gone, name = [], "single"
     rule, phi, x, cuts = of_case(EQUAL["atlas, by pairs"])
     x = {key: a.detach().float() for key, a in x.items()}
@@ -1585,6 +1598,7 @@ def test_unit_vectors():
     x, out = (torch.cat([randn(2, 5, 4), torch.zeros(2, 1, 4).double()], 1).requires_grad_() for _ in range(2))
     for a, b in zip(*((y, torch.autograd.grad(y, x, out)[0]) for y in (models.unit(x), F.normalize(x, dim=-1)))):
         close(a, b)
+    close(models.unit(1e-9 * x[:, :-1]), models.unit(x[:, :-1]))                 # however short it is
     slope, = torch.autograd.grad(models.unit(x).sum(), x)
     assert slope[:, :-1].all() and not slope[:, -1].any()     # padding: F.normalize has 1e12 there, which clipping would make all there is
 
@@ -1991,6 +2005,49 @@ def test_loss_counts_what_it_should():
     p = model(x)[0].log_softmax(-1).gather(-1, y[..., None])[..., 0]
     close(model.loss(x, y), -p.mean(), 1e-6)
     close(model.loss(x, torch.where(torch.arange(9) < 5, y, -100)), -p[:, :5].mean(), 1e-6)
+
+
+def test_dropout_is_of_both_halves_of_a_block():
+    """Of one half alone it still acts, so that a run with it differs from one without."""
+    block, x = small("omeganet", dropout=0.5).blocks[0].train(), torch.randn(2, 9, 16)
+    block.mlp.forward = torch.zeros_like
+    after = block.after(x, torch.ones_like(x)) - x
+    assert 0.3 < (after.abs() < 1e-6).float().mean() < 0.7 and after.max() == pytest.approx(2, abs=1e-5)       # what stays is scaled
+    block.mlp.forward = torch.ones_like
+    after = block.after(x, torch.zeros_like(x)) - x
+    assert 0.3 < (after.abs() < 1e-6).float().mean() < 0.7
+
+
+def test_the_loss_is_in_float32():
+    """In bfloat16, which is what autocast leaves, it has three digits."""
+    logits, targets = torch.randn(2, 9, 11).bfloat16(), torch.randint(11, (2, 9))
+    loss = models.cross_entropy(logits, targets)
+    assert loss.dtype == torch.float32 and loss == models.cross_entropy(logits.float(), targets)
+
+
+def test_defaults_are_those_that_the_readme_tells():
+    """A default that moves makes every figure of the README another one's, and no other test would notice."""
+    c, of = models.Config(), models.configure
+    assert (c.window, c.chunk, c.degree, c.expansion, c.head_dim, c.persistent, c.attn_window) == (8, 64, 2, 1, 16, 4, 64)
+    assert (c.max_step, c.max_norm, c.ns_steps, c.forget, c.gate, c.memory_norm, c.dropout, c.tie) == (2.0, 50.0, 5, "start", "token", False, 0.0, False)
+    assert {(of(name).chunk, of(name).muon_every) for name in ("atlas", "atlas++")} == {(128, 128)}
+    assert all(of(name).window == (8 if name in ("transformer", "swa", "swla", "swdt", "dot", "omeganet", "atlas", "atlas++") else 1) for name in models.PRESETS)
+    assert models.SIZES["baby"]["dropout"] == 0.1 and (memory.EPS, memory.LP) == (1e-6, 3)
+    sizes = {name: train.settings(dict(size=name, device="cpu"))[0] for name in models.SIZES}
+    assert {name: (tc.lr, tc.steps) for name, tc in sizes.items()} == {                          # from 170m on the paper's Table 7
+        "tiny": (1.2e-2, 1150), "baby": (1e-3, 5000), "170m": (3e-3, 30_000), "340m": (1.5e-3, 30_000), "760m": (1.25e-3, 60_000), "1.3b": (7e-4, 200_000)}
+    for name, tc in sizes.items():
+        batch = {"tiny": (8, 1, 256), "baby": (64, 1, 256)}.get(name, (8, 16, 4096))
+        assert (tc.batch_size, tc.grad_accum, tc.seq_len) == batch
+    assert 8 * 16 * 4096 == 2**19                             # half a million tokens a step
+    tc = sizes["tiny"]
+    assert (tc.optimizer, tc.muon_lr, tc.embed_lr, tc.minutes, tc.eval_every, tc.weight_decay) == ("muon", 4e-2, 10.0, 4.6, 575, 0.1)
+
+
+def test_what_stands_before_every_sequence_is_as_loud_as_a_token():
+    """Persistent tokens that begin near zero are normalised to the same, but learn as if they were not."""
+    wiring = models.Wiring(models.configure("atlas", wiring="mag", n_embd=512, persistent=8))
+    assert wiring.persistent.std().item() == pytest.approx(1, rel=0.1)
 
 
 def plain_again(monkeypatch):
@@ -3485,6 +3542,9 @@ def test_mps_has_to_be_asked_for(text, tmp_path, capsys, monkeypatch):
     assert train.pick_device("auto").type == "cpu" and train.pick_device("mps").type == "mps"
     assert "--dropout 0" in refused(capsys, train.main, "--device", "mps", "--remat", "--dropout", "0.1", "--data", text, "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
+    monkeypatch.setattr(train, "prepare_data", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):                    # without dropout it is not refused
+        train.launch(dict(device="mps", remat=True))
 
 
 # ---- data and output folder
@@ -3538,13 +3598,76 @@ def test_a_run_prints_and_logs_what_it_did(text, tmp_path, capsys):
     last = said.strip().splitlines()[-1]
     assert str(text) in last and f"{full:.4f} nats" in last and f"{full / math.log(2):.4f} bits" in last
     for part in (f"{model.num_params():,} parameters", "n_embd 16", "batch_size 2", "tokens/s", "eta", "grad norm",
-                 "peak memory", "bits/byte", "memory carried", "cpu", "float32"):
+                 "peak memory", "bits/byte", "memory carried, 2 streams", "cpu", "float32", f": {3000 - len(val):,} tokens to train, {len(val):,} to validate"):
         assert part in said, part
     assert [r[0] for r in rows(tmp_path / "out", "step")] == ["1", "3", "4", "6", "8"]
     assert [bool(r[0]) for r in rows(tmp_path / "out", "val")] == [False, False, True, False, True]
     assert [f"{float(r[0]):.4f}" for r in rows(tmp_path / "out", "val") if r[0]] == re.findall(r"  val (\d\S+)", said)         # rounded, not cut
     assert min(float(r[0]) for r in rows(tmp_path / "out", "val") if r[0]) == pytest.approx(ckpt["best"], abs=1e-6)
     assert ckpt["data"]["used"] == str(text) and ckpt["preset"] == "atlas" and ckpt["step"] == 8
+
+
+@pytest.mark.parametrize("minutes, etas", [(0.0, ["5m12s", "1m48s", "1m10s"]), (6.0, ["3m26s", "1m48s", "1m10s"])])
+def test_lines_of_a_run_by_hand(minutes, etas, tmp_path, monkeypatch, capsys):
+    """Validation in tokens/s, tokens of one pass of two, steps of before --resume in eta; a command to go on that the shell cuts at a space."""
+    now, out = [1000.0], tmp_path / "a b"
+
+    def later(seconds, *value):
+        now[0] += seconds
+        return value if len(value) > 1 else value[0]
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train, "train_step", lambda *_: later(2.0, 1.25, 0.5))
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: later(100.0, 2.0))
+    monkeypatch.setattr(train, "save_checkpoint", lambda *_: None)
+    out.mkdir()
+    tc = train.TrainConfig(steps=10, minutes=minutes, warmup=0, batch_size=3, grad_accum=2, seq_len=5, log_every=2, eval_every=4, stop_after=8, out=str(out))
+    run = dict(step=2, best=math.inf, seconds=50.0)
+    assert train.train(torch.nn.Linear(1, 1), [], run, tc, (None, None), CPU, torch.float32) == 0
+    *said, end = capsys.readouterr().out.splitlines()
+    lrs = ("1.40e-03", "1.00e-03", "6.00e-04")
+    assert said == [f"step     {step}/10  loss 1.2500  val {val}  grad norm 0.50  lr {lr}  15 tokens/s  eta {eta}"
+                    for step, val, lr, eta in zip((4, 6, 8), ("2.0000", "-     ", "2.0000"), lrs, etas, strict=True)]
+    assert end.startswith("stopped after step 8, ") and end.endswith(f"python train.py --resume --out '{out}'")
+    assert rows(out, "step", "loss", "val", "tokens_per_s", "seconds") == [
+        ("4", "1.250000", "2.000000", "15", "154.0"), ("6", "1.250000", "", "15", "158.0"), ("8", "1.250000", "2.000000", "15", "262.0")]
+    assert run == dict(step=8, best=2.0, seconds=262.0)
+    monkeypatch.setattr(train, "greatest", lambda number, device: 2)             # Ctrl-C in the last step
+    tc, run = replace(tc, stop_after=0, minutes=0.0, steps=9), dict(run, seconds=0.0)
+    assert train.train(torch.nn.Linear(1, 1), [], run, tc, (None, None), CPU, torch.float32) == 2
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"python eval.py --ckpt '{out}'")
+
+
+def test_a_resumed_run_knows_its_best_and_its_time(text, tmp_path, monkeypatch):
+    """A worse validation after --resume took the place of best.pt; minutes that begin anew make the rates rise again."""
+    clock, values = count(10**6), iter([1.0] + [2.0] * 99)
+    monkeypatch.setattr(train.time, "perf_counter", lambda: float(next(clock)))            # each look at the clock takes a second
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: next(values))
+    flags = ["--steps", 1000, "--minutes", 1, "--warmup", 0, "--eval-every", 2, "--log-every", 1]
+    assert go(text, tmp_path, *flags, "--stop-after", 5) == 0
+    before = train.load_checkpoint(tmp_path / "ckpt.pt")["seconds"]
+    assert train.main(["--resume", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    seconds, lr = ([float(x) for x in column] for column in zip(*rows(tmp_path, "seconds", "lr")))
+    assert before > 10 and seconds == sorted(seconds) and lr == sorted(lr, reverse=True) and seconds[-1] > 55
+    assert train.load_checkpoint(tmp_path / "best.pt")["step"] == 2
+
+
+def test_the_last_step_is_an_end(text, tmp_path, capsys):
+    """--stop-after as many as --steps stopped without a figure of the whole split."""
+    assert go(text, tmp_path, "--steps", 2, "--stop-after", 2) == 0 and "done: atlas" in capsys.readouterr().out
+
+
+def test_clock_by_hand():
+    """1m1s is read as a minute and ten."""
+    assert [train.clock(s) for s in (0, 9.9, 61, 3600)] == ["0m00s", "0m09s", "1m01s", "60m00s"]
+
+
+def test_the_sample_at_the_end_is_as_asked_for(text, tmp_path, monkeypatch):
+    """Of --sample-tokens, by --seed, and neither too wild nor too tame to read."""
+    seen = []
+    monkeypatch.setattr(train, "continue_text", lambda model, tokenizer, ids, n, **how: seen.append((n, how)) or [])
+    assert go(text, tmp_path, "--steps", 1, "--seed", 5, "--sample-tokens", 7) == 0
+    (n, how), = seen
+    assert n == 7 and how.keys() == {"temperature", "generator"} and how["temperature"] == 0.8 and how["generator"].initial_seed() == 5
 
 
 def test_the_loss_falls(text, tmp_path):
@@ -3587,6 +3710,9 @@ def test_tiny_has_a_time_limit_unless_steps_are_asked_for():
 
 def test_auto_takes_bfloat16_only_where_it_is_native(monkeypatch):
     """Emulated bfloat16 is slower than float32; a CPU of which torch tells nothing must be taken for an old one."""
+    for capability, native in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        assert train.native_bfloat16(torch.device("cuda")) == native
     for can, dtype in (({"avx512_bf16": True}, torch.bfloat16), ({"amx_bf16": True}, torch.bfloat16), ({"avx2": True}, torch.float32)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can, raising=False)
         assert train.pick_dtype("auto", CPU) == dtype and train.pick_dtype("float32", CPU) == torch.float32
@@ -3600,6 +3726,33 @@ def test_bfloat16_stays_near_float32(text, tmp_path):
         assert go(text, tmp_path / name, "--steps", 4, "--dtype", name) == 0
     a, b = (float(rows(tmp_path / name, "val")[-1][0]) for name in ("float32", "bfloat16"))
     assert a != b and a == pytest.approx(b, rel=0.02)
+
+
+def test_on_cuda_a_run_is_larger_and_compiled(monkeypatch):
+    """README: on CUDA the default is size `baby`, and compiled chunk steps."""
+    seen = []
+    monkeypatch.setattr(train, "pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(train, "pick_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(train, "set_matmul", lambda *_: None)
+    monkeypatch.setattr(train, "prepare_data", lambda tc, *_: seen.append(tc) or 1 / 0)
+    for given in ({}, dict(compile=False)):
+        with pytest.raises(ZeroDivisionError):
+            train.launch(given)
+    assert [(tc.size, tc.compile) for tc in seen] == [("baby", True), ("baby", False)]
+
+
+def test_the_precision_asked_for_reaches_every_pass(text, tmp_path, monkeypatch):
+    """Validation, or training, in float32 under --dtype bfloat16, and nothing to see it by."""
+    passes, validations, inside, real, one_pass = [], [], [], train.evaluate, train.one_pass
+    monkeypatch.setattr(train, "one_pass", lambda model, x, y, dtype, *more: passes.append(dtype) or one_pass(model, x, y, dtype, *more))
+    monkeypatch.setattr(train, "evaluate", lambda *args, **how: validations.append(how["dtype"]) or real(*args, **how))
+    assert go(text, tmp_path, "--steps", 1, "--dtype", "bfloat16") == 0
+    assert passes == [torch.bfloat16] and validations == 3 * [torch.bfloat16]    # while training, and at the end reset and carried
+    model = tiny_model()
+    model.register_forward_hook(lambda *_: inside.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")))
+    for dtype in (torch.float32, torch.bfloat16):
+        real(model, np.arange(40) % 20, 16, dtype=dtype)
+    assert set(inside[: len(inside) // 2]) == {False} and set(inside[len(inside) // 2:]) == {torch.bfloat16}
 
 
 class Recorder:
@@ -3649,7 +3802,7 @@ def test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay(preset
         assert len(optimizers) == count and sorted(held) == sorted(name.values())
         hidden = {name[id(p)] for kind, g in groups for p in g["params"] if g["weight_decay"] or kind == "Muon"}
         assert not any(w in n for n in hidden for w in ("embed", "head", "norm", "gates", "M0", "conv", "bias"))
-        assert {n for n, p in model.named_parameters() if n.endswith("out.weight")} <= hidden
+        assert hidden == {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "head" and not n.endswith("gates")}
         assert all(g["weight_decay"] == (0.1 if name[id(g["params"][0])] in hidden else 0) for _, g in groups)
         assert all(g["betas"] == (0.9, 0.7) and g["eps"] == 1e-8 for o, g in groups if o == "AdamW")
         if kind == "muon":
@@ -4013,6 +4166,16 @@ def test_resume_refuses_other_settings_and_names_them(copy, text, capsys):
     assert train.main(["--resume", "--out", str(copy), "--window", "3"]) == 0     # given again, but the same
 
 
+def test_what_may_change_when_a_run_goes_on():
+    """What --help says is to be given again must not come from the checkpoint, and what does not change the run must not be refused."""
+    had = dict(out="elsewhere", stop_after=3, device="cuda", compile=True, cuda_graph=True, threads=7)
+    ckpt = dict(train={**asdict(train.TrainConfig()), **had}, config=asdict(tiny_model().config), path="ckpt.pt")
+    tc = train.settings({}, ckpt)[0]
+    assert all(getattr(tc, name) == getattr(train.TrainConfig, name) for name in had)
+    for name, value in {**had, **dict(data="moved.txt", steps=601, minutes=1.0, eval_every=7, log_every=7, sample_tokens=1, remat=True)}.items():
+        assert getattr(train.settings({name: value}, ckpt)[0], name) == value
+
+
 def test_resume_of_a_run_of_an_older_version(copy):
     """Its checkpoint does not have the flags that came later: given, they were ignored."""
     ckpt = train.load_checkpoint(copy / "ckpt.pt")
@@ -4070,13 +4233,16 @@ def test_a_run_that_begins_with_the_weights_of_another(text, tmp_path, capsys):
 
 def test_resume_refuses_another_text(text, copy, tmp_path, capsys):
     """The same path with other words in it is another run; the same words under another path are not."""
-    assert go(text, tmp_path / "run", "--steps", 4, "--stop-after", 2) == 0
+    mine = Path(shutil.copy(text, tmp_path / "mine.txt"))
+    assert go(mine, tmp_path / "run", "--steps", 4, "--stop-after", 2) == 0
     capsys.readouterr()
+    mine.write_text(text.read_text()[::-1])
     (tmp_path / "other.txt").write_text(text.read_text()[::-1])
     shutil.copy(text, tmp_path / "moved.txt")
     before = contents(tmp_path / "run")
     resume = ["--resume", "--out", tmp_path / "run", "--device", "cpu", "--data"]
-    assert "sha256" in refused(capsys, train.main, *resume, tmp_path / "other.txt")
+    for changed in (tmp_path / "other.txt", mine):
+        assert "sha256" in refused(capsys, train.main, *resume, changed)
     assert contents(tmp_path / "run") == before
     assert train.main([*map(str, resume), str(tmp_path / "moved.txt")]) == 0
 
@@ -4221,16 +4387,17 @@ def test_nohup():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(text, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(number, text, tmp_path, monkeypatch, capfd):
     """A user who presses Ctrl-C twice will not wait for a slow step, nor accept a broken file."""
     real = train.train_step
 
     def step(model, optimizers, tc, ids, i, *rest):
         for _ in range(2 * (i == 5)):
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return real(model, optimizers, tc, ids, i, *rest)
     monkeypatch.setattr(train, "train_step", step)
-    assert go(text, tmp_path / "out", "--steps", 9) == 130
+    assert go(text, tmp_path / "out", "--steps", 9) == 128 + number
     assert "Traceback" not in capfd.readouterr().err
     assert train.load_checkpoint(tmp_path / "out" / "ckpt.pt")["step"] == 4
 
@@ -4271,6 +4438,15 @@ def test_two_processes_train_like_one(text, tmp_path, capsys):
     one, two = rows(tmp_path / "one", "step", "loss", "val", "grad_norm"), rows(tmp_path / "two", "step", "loss", "val", "grad_norm")
     for a, b in zip(one, two, strict=True):
         assert [float(x or 0) for x in a] == pytest.approx([float(x or 0) for x in b], rel=1e-4)
+
+
+def test_a_signal_that_two_processes_have_had_is_one_signal(monkeypatch):
+    """Ctrl-C at a terminal reaches all; added up it is another number, and another exit code."""
+    def all_reduce(number, op=torch.distributed.ReduceOp.SUM):
+        number.copy_(number.clamp(min=15) if op == torch.distributed.ReduceOp.MAX else number + 15)
+    monkeypatch.setattr(train, "processes", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    assert [train.greatest(number, CPU) for number in (0, 15)] == [15, 15]
 
 
 def test_the_other_processes_have_dropout_of_their_own(tmp_path, monkeypatch):
@@ -4586,6 +4762,10 @@ def test_tune_cpu_is_silent_without_glibc(monkeypatch, capfd):
     monkeypatch.setattr(train.ctypes, "CDLL", NoLibc)
     train.tune_cpu()
     assert capfd.readouterr() == ("", "")
+    told = []                                                 # and where there is one, it hears of all three habits
+    monkeypatch.setattr(train.ctypes, "CDLL", lambda name: argparse.Namespace(mallopt=lambda *how: told.append(how)))
+    train.tune_cpu()
+    assert told == [(1, 0), (-4, 0), (-1, -1)]
 
 
 @pytest.mark.parametrize("files, cpus", [
@@ -4619,6 +4799,9 @@ def test_peak_memory_is_of_this_program(monkeypatch):
         raise FileNotFoundError
     monkeypatch.setattr(Path, "read_text", no_proc)
     assert mebibytes() > 2
+    real, how = train.most_resident(), train.sys.platform
+    monkeypatch.setattr(train.sys, "platform", "linux" if how == "darwin" else "darwin")         # where it is told in bytes, not in KiB
+    assert train.most_resident() == pytest.approx(real * 1024 if how == "darwin" else real / 1024, rel=0.1)
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
@@ -6198,6 +6381,65 @@ MUTANTS = [
      "test_race_takes_turns_and_drops_who_cannot_run"),
     ("a gradient that begins in half precision is a graph of its own", "chunks.py", "parts.coef.new_zeros(parts.v.shape[1], *inner",
      "h.new_zeros(parts.v.shape[1], *inner", "test_chunk_steps_compile_whole"),
+    ("a resumed run forgets its best", "train.py", 'run = {key: ckpt[key] for key in ("step", "best", "seconds")} if ckpt else',
+     'run = dict(step=ckpt["step"], best=math.inf, seconds=ckpt["seconds"]) if ckpt else', "test_a_resumed_run_knows_its_best_and_its_time"),
+    ("a resumed run forgets its time", "train.py", 'run["seconds"], time.perf_counter()\n', '0.0, time.perf_counter()\n', "test_a_resumed_run_knows_its_best_and_its_time"),
+    ("a checkpoint knows the time of its own part", "train.py", "seconds=earlier + elapsed)", "seconds=elapsed)", "test_a_resumed_run_knows_its_best_and_its_time"),
+    ("the cubic's gradient by Muon's coefficients", "chunks.py", "new = orthogonalize_backward(seen, ns, new, *rule.newton_schulz(), rule.ns_gram)",
+     "new = orthogonalize_backward(seen, ns, new, rule.ns_steps, 'muon', *rule.newton_schulz()[2:], rule.ns_gram)", "test_omega_is_omega_ref"),
+    ("pairs in five steps", "omega.py", "least, rule.ns_steps, rule.ns_coefficients)", "least, 5, rule.ns_coefficients)", "test_omega_is_omega_ref"),
+    ("pairs by Muon's coefficients", "omega.py", "least, rule.ns_steps, rule.ns_coefficients)", "least, rule.ns_steps)", "test_omega_is_omega_ref"),
+    ("projections do not decay", "train.py", 'or ".gates." in name', 'or ".gates." in name or ".qkv." in name',
+     "test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay"),
+    ("gates of the output do not decay", "train.py", 'or ".gates." in name', 'or "gate" in name',
+     "test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay"),
+    ("signals add up", "train.py", "dist.all_reduce(number, dist.ReduceOp.MAX)", "dist.all_reduce(number)", "test_a_signal_that_two_processes_have_had_is_one_signal"),
+    ("the last step is a stop", "train.py", "step == tc.stop_after and over < 1", "step == tc.stop_after", "test_the_last_step_is_an_end"),
+    ("validation in float32", "train.py", "with autocast(device, dtype), nullcontext() if whole", "with autocast(device, torch.float32), nullcontext() if whole",
+     "test_the_precision_asked_for_reaches_every_pass"),
+    ("validation while training in float32", "train.py", "tc.batch_size, tc.eval_windows, dtype=dtype)", "tc.batch_size, tc.eval_windows, dtype=torch.float32)",
+     "test_the_precision_asked_for_reaches_every_pass"),
+    ("the last validation in float32", "train.py", "loss = report(model, tokenizer, val, tc.seq_len, tc.batch_size, dtype)",
+     "loss = report(model, tokenizer, val, tc.seq_len, tc.batch_size)", "test_the_precision_asked_for_reaches_every_pass"),
+    ("training in float32", "train.py", "one_pass(model, *part, dtype, tc.grad_accum)", "one_pass(model, *part, torch.float32, tc.grad_accum)",
+     "test_the_precision_asked_for_reaches_every_pass"),
+    ("no dropout of the SwiGLU", "models.py", "x + self.dropout(self.mlp(self.norm2(x)))", "x + self.mlp(self.norm2(x))", "test_dropout_is_of_both_halves_of_a_block"),
+    ("no dropout of the mixer", "models.py", "x = x + self.dropout(y)", "x = x + y", "test_dropout_is_of_both_halves_of_a_block"),
+    ("the loss in bfloat16", "models.py", "F.cross_entropy(at_least_float32(logits.flatten(0, 1))", "F.cross_entropy((logits.flatten(0, 1))", "test_the_loss_is_in_float32"),
+    ("tokens/s of one pass", "train.py", "tokens + tc.batch_size * tc.grad_accum * tc.seq_len", "tokens + tc.batch_size * tc.seq_len", "test_lines_of_a_run_by_hand"),
+    ("tokens/s with validations", "train.py", "busy + time.perf_counter() - tick", "time.perf_counter() - began", "test_lines_of_a_run_by_hand"),
+    ("eta of a run that began at 0", "train.py", "* elapsed / (step - first)", "* elapsed / step", "test_lines_of_a_run_by_hand"),
+    ("eta by minutes as seconds", "train.py", "min(eta, 60 * tc.minutes", "min(eta, tc.minutes", "test_lines_of_a_run_by_hand"),
+    ("seconds of one figure", "train.py", "{int(seconds) % 60:02d}s", "{int(seconds) % 60}s", "test_clock_by_hand"),
+    ("to go on at the end", "train.py", '"eval.py --ckpt" if over >= 1 else', '"eval.py --ckpt" if False else', "test_lines_of_a_run_by_hand"),
+    ("a folder that the shell cuts", "train.py", "to go on: python {go_on} {shlex.quote(tc.out)}", "to go on: python {go_on} {tc.out}", "test_lines_of_a_run_by_hand"),
+    ("tokens to train of the validation", "train.py", "{used}: {len(splits[0]):,} tokens", "{used}: {len(splits[1]):,} tokens", "test_a_run_prints_and_logs_what_it_did"),
+    ("a sample of another length", "train.py", 'encode_prompt(tokenizer, ""), tc.sample_tokens', 'encode_prompt(tokenizer, ""), 20', "test_the_sample_at_the_end_is_as_asked_for"),
+    ("a sample too hot", "train.py", "how = dict(temperature=0.8,", "how = dict(temperature=8.0,", "test_the_sample_at_the_end_is_as_asked_for"),
+    ("a sample by chance", "train.py", "generator=torch.Generator(device).manual_seed(tc.seed))\n    with torch.compiler", "generator=torch.Generator(device))\n    with torch.compiler",
+     "test_the_sample_at_the_end_is_as_asked_for"),
+    ("another length of the sample is another run", "train.py", '"log_every", "sample_tokens", "remat"}', '"log_every", "remat"}', "test_what_may_change_when_a_run_goes_on"),
+    ("threads of another machine", "train.py", '"cuda_graph", "threads"}', '"cuda_graph"}', "test_what_may_change_when_a_run_goes_on"),
+    ("the device of another machine", "train.py", '"stop_after", "device", "compile"', '"stop_after", "compile"', "test_what_may_change_when_a_run_goes_on"),
+    ("tiny on a GPU", "train.py", '"baby" if pick_device(', '"tiny" if pick_device(', "test_on_cuda_a_run_is_larger_and_compiled"),
+    ("eager on a GPU", "train.py", 'given.get("compile", device.type == "cuda")', 'given.get("compile", False)', "test_on_cuda_a_run_is_larger_and_compiled"),
+    ("bfloat16 from SM 9 on", "train.py", "get_device_capability() >= (8, 0)", "get_device_capability() >= (9, 0)", "test_auto_takes_bfloat16_only_where_it_is_native"),
+    ("the last pass of one stream", "train.py", "tokenizer, val, tc.seq_len, tc.batch_size, dtype)", "tokenizer, val, tc.seq_len, 1, dtype)",
+     "test_a_run_prints_and_logs_what_it_did"),
+    ("every second signal is a Ctrl-C", "train.py", "raise KeyboardInterrupt(number)", "raise KeyboardInterrupt", "test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint"),
+    ("most memory in KiB on a Mac", "train.py", 'ru_maxrss * (1 if sys.platform == "darwin" else 1024)', "ru_maxrss * 1024", "test_peak_memory_is_of_this_program"),
+    ("--remat on mps is refused", "train.py", 'device.type == "mps" and tc.remat and config.dropout:', 'device.type == "mps" and tc.remat:', "test_mps_has_to_be_asked_for"),
+    ("freed blocks go back", "train.py", "    mallopt(-1, -1) ", "    pass ", "test_tune_cpu_is_silent_without_glibc"),
+    ("a ball that no one feels", "models.py", "max_norm: float = opt(50.0,", "max_norm: float = opt(500.0,", "test_defaults_are_those_that_the_readme_tells"),
+    ("atlas with another muon_every", "models.py", 'chunk=128, muon_every=128),                     # Eq 32', 'chunk=128, muon_every=64),                      # Eq 32',
+     "test_defaults_are_those_that_the_readme_tells"),
+    ("a quarter of a million tokens a step", "train.py", "PAPER = dict(batch_size=8, grad_accum=16,", "PAPER = dict(batch_size=8, grad_accum=8,",
+     "test_defaults_are_those_that_the_readme_tells"),
+    ("quiet persistent tokens", "models.py", "nn.init.normal_(self.persistent)", "nn.init.normal_(self.persistent, std=0.02)",
+     "test_what_stands_before_every_sequence_is_as_loud_as_a_token"),
+    ("short keys stay short", "models.py", "x / norm.clamp_min(1e-12)", "x / norm.clamp_min(1e-3)", "test_unit_vectors"),
+    ("P in full precision", "omega.py", 'mix | dict(P=memory.cast(mix["P"], rule.dtype))', "mix", "test_who_is_in_half_precision"),
+    ("M0's gradient in half precision", "chunks.py", "d.shape == m.shape and d.dtype == m.dtype else", "d.shape == m.shape else", "test_who_is_in_half_precision"),
     ("what broke a recording is hidden", "train.py", "while causes[0].__context__:", "while False:", "test_what_cannot_be_recorded_is_computed_as_before"),
     ("a run goes on in the stream of a broken recording", "train.py", "        torch.cuda.set_stream(stream)  ", "        stream  ",
      "test_what_cannot_be_recorded_is_computed_as_before"),
