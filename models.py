@@ -28,10 +28,12 @@ LIMIT = 2**31                                                 # every integer se
 
 
 def opt(default, help, **more):
+    """A field of Config or train.TrainConfig, with the help text of its flag, and of `check` its `low` and `choices`."""
     return field(default=default, metadata=dict(help=help, **more))
 
 
 def flag(name):
+    """The flag of a field: n_embd -> --n-embd"""
     return "--" + name.replace("_", "-")
 
 
@@ -209,6 +211,132 @@ def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def init_apart(layer):
+    """Starting values for a layer in a model of your own: all zeros are dead. LM draws again, with the seed where it was."""
+    device = next(layer.parameters()).device
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if cuda else []):
+        seed = int(torch.randint(2**31, (), device=device if cuda else "cpu"))   # else the program's next numbers would be these once more
+        torch.cuda.manual_seed(seed) if cuda else torch.default_generator.manual_seed(seed)
+        layer.init()
+
+
+def check_batch(x, held, least=0):
+    """ValueError if x is not (B, T, n_embd), if B is below `least`, or if `held`, a tensor of the state, is of another number of sequences."""
+    if x.dim() != 3:
+        raise ValueError(f"a layer reads (batch, tokens, n_embd), not {tuple(x.shape)}; for one sequence: x[None]")
+    if len(x) < least:
+        raise ValueError("a memory needs at least one sequence: the batch is empty")
+    if held is not None and len(held) != len(x):
+        raise ValueError(f"the state is of {len(held)} sequences, the batch of {len(x)}")
+
+
+class MemoryState(NamedTuple):
+    """What a Memory carries from call to call."""
+    rule: omega.State                                         # the memory itself
+    conv: torch.Tensor                                        # (B, 3, 3 H D), the last inputs of the convolution
+
+
+class Memory(nn.Module):
+    """The layer that learns at test time (Figure 3, right): projections, convolution, gates, the Omega rule, norm, output gate.
+
+    With `muon`, what a token writes is read from the next block of `muon_every` > 1 tokens (at most `chunk`) on: a sequence of no more reads M0 alone,
+    and keys, values and gates get no gradient. For short sequences take muon=False, or a small muon_every.
+    """
+    conv_width = 4
+
+    def __init__(self, config):
+        super().__init__()
+        c, d, H = config, config.n_embd, config.n_head
+        self.config, inner = c, H * c.head_dim
+        self.qkv = nn.Linear(d, 3 * inner, bias=False)
+        self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
+        self.n_gates = [1, 1, int(c.momentum), c.window if c.gate == "token" else 0]               # keep (idle without), step, momentum, gate
+        self.gates = nn.Linear(d, H * sum(self.n_gates))
+        self.phi = Features(c.features, c.head_dim, c.degree, c.sketch_dim)
+        hidden = c.expansion * c.head_dim
+        self.M0 = nn.ParameterList(
+            nn.Parameter(torch.zeros(H, *s)) for s in shapes(c.memory, self.phi.out_dim, hidden, c.head_dim))
+        self.norm = Norm(H, 1, c.head_dim)
+        self.out_gate = nn.Linear(d, inner, bias=False)
+        self.out = nn.Linear(inner, d, bias=False)
+        init_apart(self)
+
+    def init(self):
+        """Starting values beyond those of LM.init."""
+        H, c = self.config.n_head, self.config
+        if self.conv is not None:                             # each channel begins with a mixture of four tokens of its own
+            nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
+        for W in self.M0:
+            if c.memory == "linear":
+                nn.init.zeros_(W)
+            else:                                             # 1 / sqrt(hidden units): so x W is about as long as phi(k)
+                nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)
+        nn.init.normal_(self.gates.weight, std=0.02)
+        bias = [torch.linspace(1, 6, H)[:, None],             # keep 0.73 .. 0.998: heads remember for different spans  (choice 16)
+                torch.full((H, 1), -1.0), torch.zeros(H, self.n_gates[2]), torch.zeros(H, self.n_gates[3])]
+        with torch.no_grad():
+            self.gates.bias.copy_(torch.cat(bias, 1).flatten())
+
+    def heads(self, x):
+        """(B, T, H D) -> (B, H, T, D)"""
+        return x.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)
+
+    def make_gates(self, x):
+        """keep, step, momentum (B, H, T) and gate (B, H, T, window), in the parameters' precision, each a function of its token."""
+        c = self.config
+        keep, step, momentum, gate = self.heads(self.gates(x.to(self.gates.weight.dtype))).split(self.n_gates, -1)
+        keep = keep.sigmoid().squeeze(-1) if c.keep else torch.ones_like(keep).squeeze(-1)
+        step = c.max_step / c.chunk * step.sigmoid().squeeze(-1)                                 # choice 16
+        gate = (gate.sigmoid() if c.gate == "token" else gate.new_ones(*keep.shape, c.window)) / c.window              # choice 6
+        return omega.Gates(keep, step, momentum.sigmoid().squeeze(-1) if c.momentum else None, gate)
+
+    def short_conv(self, x, tail):
+        """silu of sum_j conv[j] * x_{t-3+j}, channel by channel; `tail` holds the inputs before x."""
+        if self.conv is None:
+            return F.silu(x), tail
+        seen = x if x.shape[1] >= tail.shape[1] else torch.cat([tail, x], 1)
+        conv = convolved if torch.compiler.is_compiling() else ShortConv.apply
+        last = seen[:, seen.shape[1] - tail.shape[1]:]
+        return conv(tail, x, self.conv), last.to(tail.dtype, copy=x.shape[1] > 1)                # as omega.tail
+
+    def start(self, x):
+        """The state before the first token, for a batch of len(x) sequences."""
+        inner = omega.start(self.config.rule(), self.phi, list(self.M0), len(x), momentum=self.config.momentum)
+        return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, self.qkv.out_features))
+
+    def forward(self, x, state=None):
+        """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_batch`."""
+        check_batch(x, state and state.conv, least=1)
+        state = state or self.start(x)
+        q, k, v, tail = self.rows(self.qkv(x), state.conv)
+        with memory.autocast(x.device):                       # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
+            y, inner = omega.omega(self.config.rule(), self.phi, q, k, v, self.make_gates(x), state.rule)
+        return self.finish(x, y), MemoryState(inner, tail)
+
+    def rows(self, qkv, before):
+        """What is projected (B, T, 3 H D) -> q, k of unit length (choice 8), v (B, H, T, D); the last inputs of the convolution."""
+        qkv, tail = self.short_conv(qkv, before)
+        q, k, v = (at_least_float32(self.heads(a)) for a in qkv.chunk(3, -1))
+        return *(memory.cast(a, self.config.rule().dtype) for a in (unit(q), unit(k), v)), tail
+
+    def finish(self, x, y):
+        """Norm of each head, output gate, projection: y (B, H, T, D) -> (B, T, n_embd)."""
+        y = self.norm(y).transpose(1, 2).flatten(2).to(x.dtype)
+        return self.out(y * F.silu(self.out_gate(x)))
+
+    def retrieve(self, x, W, keys=None):
+        """M*(q), Titans Eq 21: what the fast weights W recall for x, without writing: (B, T, n_embd) -> (B, T, n_embd)."""
+        q = unit(at_least_float32(self.heads(F.silu(self.qkv(x).chunk(3, -1)[0]))))              # no convolution: choice 18
+        with memory.autocast(x.device):
+            rule = self.config.rule()._replace(dtype=None)
+            rows = omega.features(rule, self.phi, q) if keys is None else omega.kernel_rows(q, keys)
+            y = memory.apply(rule.memory, W, rows, q, rule.norm)
+        return self.finish(x, y)
+
+
+# What the layer does with all tokens at once, fast.
+
 class ShortConv(torch.autograd.Function):
     """silu(z), z_t = sum over j = 0 .. n of taps[j] * x_{t-n+j}, channel by channel: (B, n, C) before x (B, T, C), taps (n + 1, C) -> (B, T, C).
 
@@ -285,132 +413,11 @@ class Unit(torch.autograd.Function):
 unit = Unit.apply
 
 
-def init_apart(layer):
-    """Starting values for a layer in a model of your own: all zeros are dead. LM draws again, with the seed where it was."""
-    device = next(layer.parameters()).device
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng([device] if cuda else []):
-        seed = int(torch.randint(2**31, (), device=device if cuda else "cpu"))   # else the program's next numbers would be these once more
-        torch.cuda.manual_seed(seed) if cuda else torch.default_generator.manual_seed(seed)
-        layer.init()
-
-
-def check_batch(x, held, least=0):
-    """ValueError if x is not (B, T, n_embd), if B is below `least`, or if `held`, a tensor of the state, is of another number of sequences."""
-    if x.dim() != 3:
-        raise ValueError(f"a layer reads (batch, tokens, n_embd), not {tuple(x.shape)}; for one sequence: x[None]")
-    if len(x) < least:
-        raise ValueError("a memory needs at least one sequence: the batch is empty")
-    if held is not None and len(held) != len(x):
-        raise ValueError(f"the state is of {len(held)} sequences, the batch of {len(x)}")
-
-
-class MemoryState(NamedTuple):
-    rule: omega.State                                         # the memory itself
-    conv: torch.Tensor                                        # (B, 3, 3 H D), the last inputs of the convolution
-
-
-class Memory(nn.Module):
-    """The layer that learns at test time (Figure 3, right): projections, convolution, gates, the Omega rule, norm, output gate.
-
-    With `muon`, what a token writes is read from the next block of `muon_every` > 1 tokens (at most `chunk`) on: a sequence of no more reads M0 alone,
-    and keys, values and gates get no gradient. For short sequences take muon=False, or a small muon_every.
-    """
-    conv_width = 4
-
-    def __init__(self, config):
-        super().__init__()
-        c, d, H = config, config.n_embd, config.n_head
-        self.config, inner = c, H * c.head_dim
-        self.qkv = nn.Linear(d, 3 * inner, bias=False)
-        self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
-        self.n_gates = [1, 1, int(c.momentum), c.window if c.gate == "token" else 0]               # keep (idle without), step, momentum, gate
-        self.gates = nn.Linear(d, H * sum(self.n_gates))
-        self.phi = Features(c.features, c.head_dim, c.degree, c.sketch_dim)
-        hidden = c.expansion * c.head_dim
-        self.M0 = nn.ParameterList(
-            nn.Parameter(torch.zeros(H, *s)) for s in shapes(c.memory, self.phi.out_dim, hidden, c.head_dim))
-        self.norm = Norm(H, 1, c.head_dim)
-        self.out_gate = nn.Linear(d, inner, bias=False)
-        self.out = nn.Linear(inner, d, bias=False)
-        init_apart(self)
-
-    def init(self):
-        """Starting values beyond those of LM.init."""
-        H, c = self.config.n_head, self.config
-        if self.conv is not None:                             # each channel begins with a mixture of four tokens of its own
-            nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
-        for W in self.M0:
-            if c.memory == "linear":
-                nn.init.zeros_(W)
-            else:                                             # 1 / sqrt(hidden units): so x W is about as long as phi(k)
-                nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)
-        nn.init.normal_(self.gates.weight, std=0.02)
-        bias = [torch.linspace(1, 6, H)[:, None],             # keep 0.73 .. 0.998: heads remember for different spans  (choice 16)
-                torch.full((H, 1), -1.0), torch.zeros(H, self.n_gates[2]), torch.zeros(H, self.n_gates[3])]
-        with torch.no_grad():
-            self.gates.bias.copy_(torch.cat(bias, 1).flatten())
-
-    def heads(self, x):
-        return x.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)         # (B, T, H D) -> (B, H, T, D)
-
-    def make_gates(self, x):
-        """keep, step, momentum (B, H, T) and gate (B, H, T, window), in the parameters' precision, each a function of its token."""
-        c = self.config
-        keep, step, momentum, gate = self.heads(self.gates(x.to(self.gates.weight.dtype))).split(self.n_gates, -1)
-        keep = keep.sigmoid().squeeze(-1) if c.keep else torch.ones_like(keep).squeeze(-1)
-        step = c.max_step / c.chunk * step.sigmoid().squeeze(-1)                                 # choice 16
-        gate = (gate.sigmoid() if c.gate == "token" else gate.new_ones(*keep.shape, c.window)) / c.window              # choice 6
-        return omega.Gates(keep, step, momentum.sigmoid().squeeze(-1) if c.momentum else None, gate)
-
-    def short_conv(self, x, tail):
-        """silu of sum_j conv[j] * x_{t-3+j}, channel by channel; `tail` holds the inputs before x."""
-        if self.conv is None:
-            return F.silu(x), tail
-        seen = x if x.shape[1] >= tail.shape[1] else torch.cat([tail, x], 1)
-        conv = convolved if torch.compiler.is_compiling() else ShortConv.apply
-        last = seen[:, seen.shape[1] - tail.shape[1]:]
-        return conv(tail, x, self.conv), last.to(tail.dtype, copy=x.shape[1] > 1)                # as omega.tail
-
-    def start(self, x):
-        """The state before the first token, for a batch of len(x) sequences."""
-        inner = omega.start(self.config.rule(), self.phi, list(self.M0), len(x), momentum=self.config.momentum)
-        return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, self.qkv.out_features))
-
-    def forward(self, x, state=None):
-        """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_batch`."""
-        check_batch(x, state and state.conv, least=1)
-        state = state or self.start(x)
-        q, k, v, tail = self.rows(self.qkv(x), state.conv)
-        with memory.autocast(x.device):                       # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
-            y, inner = omega.omega(self.config.rule(), self.phi, q, k, v, self.make_gates(x), state.rule)
-        return self.finish(x, y), MemoryState(inner, tail)
-
-    def rows(self, qkv, before):
-        """What is projected (B, T, 3 H D) -> q, k of unit length (choice 8), v (B, H, T, D); the last inputs of the convolution."""
-        qkv, tail = self.short_conv(qkv, before)
-        q, k, v = (at_least_float32(self.heads(a)) for a in qkv.chunk(3, -1))
-        return *(memory.cast(a, self.config.rule().dtype) for a in (unit(q), unit(k), v)), tail
-
-    def finish(self, x, y):
-        """Norm of each head, output gate, projection: y (B, H, T, D) -> (B, T, n_embd)."""
-        y = self.norm(y).transpose(1, 2).flatten(2).to(x.dtype)
-        return self.out(y * F.silu(self.out_gate(x)))
-
-    def retrieve(self, x, W, keys=None):
-        """M*(q), Titans Eq 21: what the fast weights W recall for x, without writing: (B, T, n_embd) -> (B, T, n_embd)."""
-        q = unit(at_least_float32(self.heads(F.silu(self.qkv(x).chunk(3, -1)[0]))))              # no convolution: choice 18
-        with memory.autocast(x.device):
-            rule = self.config.rule()._replace(dtype=None)
-            rows = omega.features(rule, self.phi, q) if keys is None else omega.kernel_rows(q, keys)
-            y = memory.apply(rule.memory, W, rows, q, rule.norm)
-        return self.finish(x, y)
-
-
 omega.COMPILED += [(Memory, "rows"), (omega, "features"), (Memory, "finish"), (Norm, "forward")]         # passes over all tokens, worth a kernel
 
 
 class AttentionState(NamedTuple):
+    """What Attention carries from call to call, and mac within a segment."""
     k: torch.Tensor                                           # (B, H, n, D), n < attn_window if that is set; in mac (B, H, 1 or 2, n, D), of h and x
     v: torch.Tensor
     pos: int                                                  # tokens so far; in mac of the segment
@@ -447,6 +454,7 @@ class Attention(nn.Module):
         pass
 
     def project(self, x):
+        """x (B, T, n_embd) -> q, k, v (B, H, T, D), before norm and rotation."""
         return (a.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for a in self.qkv(x).chunk(3, -1))
 
     def project_prefix(self, p, B):
@@ -495,6 +503,7 @@ def attend(q, k, v, window, pk=None, pv=None):
 
 
 class WiringState(NamedTuple):
+    """What a Wiring carries from call to call; None for what has not begun, or is not there."""
     memory: MemoryState | None
     attention: AttentionState | None                          # of mac: the segment in progress
     frozen: tuple                                             # of mac: the fast weights, and keys, at the start of the segment
@@ -545,10 +554,12 @@ class Wiring(nn.Module):
         return m, state._replace(memory=memory_state), n
 
     def gated(self, y, m):
+        """norm(y) * sigmoid(norm(m)), or norm(y) where there is no memory."""
         y = self.y_norm(y)
         return y if m is None else y * self.m_norm(m).sigmoid()                                  # choice 13
 
     def mag(self, x, state):
+        """Both read x; the memory gates what attention says (Eq 26 - 28)."""
         y, attention = self.attention(x, state.attention, self.persistent)
         m = None
         if self.memory:
@@ -557,6 +568,7 @@ class Wiring(nn.Module):
         return self.gated(y, m), state._replace(attention=attention)
 
     def mal(self, x, state):
+        """The memory reads x, attention what the memory says (Eq 29 - 31)."""
         n = 0
         if self.memory:
             x, state, n = self.remember(x, state)
@@ -610,6 +622,8 @@ class Wiring(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """silu(x Gate) * (x Up) Out, the second half of a block (Shazeer 2020): (.., n_embd) -> (.., n_embd)."""
+
     def __init__(self, config):
         super().__init__()
         hidden = config.mlp_hidden or -(-config.n_embd * 8 // 3 // 16) * 16
