@@ -33,6 +33,7 @@ SHAKESPEARE_BYTES = 1_115_394
 KINDS = ("char", "byte", "bpe", "gpt2")
 EVERY_BYTE = [bytes([b]) for b in range(256)]
 END = b"<|endoftext|>"                                  # GPT-2's last token, which no text becomes
+BLOCK = 2**20                                           # ids of a file that are looked at at a time
 # how GPT-2 cuts text into words; here, so that no checkpoint can bring a regular expression of its own
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -315,7 +316,7 @@ class Tokenizer:
 
     def bytes_in(self, ids):
         """Number of UTF-8 bytes behind these ids."""
-        return sum(int(self.lengths[self._checked(ids[i: i + 2**20])].sum()) for i in range(0, len(ids), 2**20))
+        return sum(int(self.lengths[self._checked(ids[i: i + BLOCK])].sum()) for i in range(0, len(ids), BLOCK))
 
     def bytes_a_token(self, ids):
         """The mean of what a model that reads these ids predicts, all but the first: nats per token -> bits per byte."""
@@ -480,8 +481,8 @@ class Tokens:
             if len(part) > 2**29:
                 _say(f"data: reading all {len(part):,} ids of {path} once, to check them")
             greatest = 0
-            for i in range(0, len(part), 2**24):
-                block = np.asarray(part[i: i + 2**24])
+            for i in range(0, len(part), BLOCK):
+                block = np.asarray(part[i: i + BLOCK])
                 digest.update(block)
                 greatest = max(greatest, int(block.max()))
             self.greatest.append((path, greatest))

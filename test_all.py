@@ -2799,6 +2799,11 @@ def test_shakespeare_request_is_safe(monkeypatch):
     assert asked["url"].startswith("https://") and 0 < asked["t"] <= 10 and 1_115_394 < asked["n"] < 2_000_000
 
 
+def test_shakespeare_is_known_by_its_hash():
+    """A slip in the hash refuses the real text and trains on pydoc; all other tests put a hash of their own in its place."""
+    assert data.SHAKESPEARE_SHA256 == "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
 def test_data_folder_is_beside_the_code(tmp_path, monkeypatch, capsys):
     """From another working directory the same data/ must be found (not ./data)."""
     fake_shakespeare(monkeypatch, b"To be", b"To be")
@@ -2875,6 +2880,15 @@ def test_a_text_that_was_cut_within_a_character(tmp_path):
     assert data.load_text(path)[0] == "\u00e9t\u00e9\n\u00e9t\u00e9\n\u00e9t"
 
 
+@pytest.mark.parametrize("end", ["\u00e9".encode()[:1], b"\xff\n"])
+def test_where_a_long_text_is_not_utf8(end, tmp_path):
+    """An offset that is counted from where the piece begins: `truncate -s` would leave next to nothing of a long text."""
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"five\n" * 3 + b"t" + end)
+    said = user_error(data.load_text, path)
+    assert "offset 16" in said and user_error(lambda: list(data._pieces(path, 5))) == said
+
+
 def test_linked_folders_are_read_and_each_once(tmp_path):
     """A part of the text that is left out without a word, or a link to a folder above, which has no end."""
     (tmp_path / "books" / "more").mkdir(parents=True)
@@ -2928,6 +2942,7 @@ def test_tokenizer_round_trip(monkeypatch, kind):
     assert again.kind == kind and again.state() == t.state() and np.array_equal(again.encode(TEXT), ids)
     for form in (ids, ids.tolist(), torch.tensor(ids), ids.astype(np.uint16)):
         assert t.decode(form) == again.decode(form) == TEXT
+    monkeypatch.setattr(data, "BLOCK", 4)                     # a text of many blocks
     assert t.bytes_in(ids) == len(TEXT.encode()) and t.bytes_in([]) == 0
     assert t.decode([]) == "" and len(t.encode("")) == 0 and t.encode("").dtype == np.int64
 
@@ -3051,6 +3066,16 @@ def test_bpe_merges_what_occurs_most(letters, size):
         assert [tokenizer.tokens[i] for i in tokenizer.encode(text)] == [token for word in words for token in word]
 
 
+def test_words_are_those_of_gpt2():
+    """A slip in the regular expression cuts other words than GPT-2 learned; all other tests cut by it on both sides."""
+    import regex
+    of_gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"        # openai/gpt-2, src/encoder.py
+    assert regex.findall(data.GPT2_PATTERN, "don't 12345 we'll") == ["don", "'t", " 12345", " we", "'ll"]
+    parts = ["'", *"stmdlrve", "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S", " ", "  ", "\n", "7", "\u0663", "\u00e9", ".", "_"]
+    text = "".join(np.random.default_rng(0).choice(parts, 9000))
+    assert regex.findall(data.GPT2_PATTERN, text) == regex.findall(of_gpt2, text)
+
+
 def test_bpe_learns_from_what_is_trained_on():
     """Merges of the last tenth, which validates, would tell what is in it; and of no more tokens than asked for."""
     text = "over and over " * 90 + "zebra " * 20 + "zebra" * 4
@@ -3107,7 +3132,10 @@ def test_token_files_are_the_text(tmp_path, monkeypatch, kind):
     for made, ids in zip(corpus.splits(tokenizer, 1), data.split(tokenizer.encode(text)), strict=True):
         assert len(made) == len(ids) and made[:].dtype == np.int64 and made[:].tolist() == ids.tolist()
         assert tokenizer.bytes_a_token(made) == tokenizer.bytes_a_token(ids) > 0
-    assert "already there" in user_error(data.make_token_files, tmp_path / "texts", kind, tmp_path / "made")
+    for name in ("train.bin", "val.bin"):                     # one of them is enough
+        token_file(tmp_path / name[:-4] / name, [1])
+        assert f"{name} is already there" in user_error(data.make_token_files, tmp_path / "texts", kind, tmp_path / name[:-4])
+        assert [p.stat().st_size for p in (tmp_path / name[:-4]).iterdir()] == [2]
     (tmp_path / "b.txt").write_bytes(b"fifteen letters\n" * 9 + b"\xff")
     assert "byte 0xff at offset 144" in user_error(data.make_token_files, tmp_path / "b.txt", kind, tmp_path / "new")
     (tmp_path / "b.txt").write_bytes(b"short")
@@ -3179,6 +3207,18 @@ def test_several_token_files_are_one(tmp_path):
     assert corpus.sha256 != data.read(tmp_path).sha256
 
 
+@pytest.mark.parametrize("at", [0, 5, 8])
+def test_a_token_file_is_checked_to_its_end(at, tmp_path, monkeypatch):
+    """An id that the vocabulary lacks, in a block that is left out: an index out of range, days into a run."""
+    ids = [300 if i == at else i for i in range(9)]
+    for name in ("train.bin", "val.bin"):
+        token_file(tmp_path / name, ids)
+    digest = data.read(tmp_path).sha256
+    monkeypatch.setattr(data, "BLOCK", 4)
+    corpus = data.read(tmp_path)
+    assert "holds id 300" in user_error(corpus.splits, data.make_tokenizer("byte", ""), 1) and corpus.sha256 == digest
+
+
 def test_token_files_for_a_vocabulary_of_another_text(tmp_path):
     """Ids of bytes, read as some text's letters or byte pairs: figures that mean nothing."""
     token_file(tmp_path / "train.bin", [0, 1, 0, 1] * 300)    # every other one is 0, but these have 2 bytes
@@ -3201,6 +3241,7 @@ def test_token_files_of_a_vocabulary_of_their_own(tmp_path):
 
 @pytest.mark.parametrize("ids, header, said", [
     ([], None, "has 0 bytes"), ([], [20240520, 1, 0], "has 1024 bytes, so it is empty"), ([1, 2], [20240520, 1, 3], "with 3 ids"),
+    ([1, 2], [20240520, 1, 1], "with 1 ids"),
     ([1, 2], [20240520, 2, 2], "version 2"), ([1, 256], None, "holds id 256, but a byte vocabulary has 256 tokens"),
     ([1, 2], [20240801, 7, 1], "Llama 3"), ([7, 0, 0, 0, 8, 0] * 200, None, "had 4 bytes")])
 def test_token_files_that_are_none(tmp_path, ids, header, said):
@@ -3214,8 +3255,11 @@ def test_token_files_that_are_none(tmp_path, ids, header, said):
     assert len(data._token_file(tmp_path / "val.bin")) == 2**30
     (tmp_path / "val.bin").write_bytes(b"odd")
     assert "has 3 bytes" in user_error(data.read, tmp_path)
-    token_file(tmp_path / "val.bin", [1])
-    assert "1 to validate" in user_error(lambda: data.read(tmp_path).splits(data.Tokenizer("byte", data.EVERY_BYTE), 1))
+    for train_ids, val_ids in (([1, 2, 3], [1]), ([1], [1, 2, 3])):
+        token_file(tmp_path / "train.bin", train_ids)
+        token_file(tmp_path / "val.bin", val_ids)
+        said = user_error(lambda: data.read(tmp_path).splits(data.Tokenizer("byte", data.EVERY_BYTE), 1))
+        assert f"{len(train_ids)} tokens to train and {len(val_ids)} to validate" in said
 
 
 def test_training_on_token_files_is_training_on_the_text(text, tmp_path, capsys):
@@ -4867,6 +4911,16 @@ def test_denormals_are_flushed():
         torch.set_flush_denormal(False)
 
 
+@pytest.mark.parametrize("script", [train, sample, bench, eval])
+def test_every_program_tunes_the_cpu(script, monkeypatch):
+    """A program that leaves it out is only slower, and its figures are not those of train.py."""
+    called = []
+    for module, name in product({train, script}, ("tune_cpu", "exit_code")):
+        monkeypatch.setattr(module, name, lambda *_, name=name, **__: called.append(name), raising=False)
+    script.main([])
+    assert called == ["tune_cpu", "exit_code"]                # before the work
+
+
 # ---- checkpoints from elsewhere
 
 class Bomb:
@@ -5040,6 +5094,17 @@ def test_sample_writes_num_different_texts_of_the_same_prompt(trained, capsys):
     """Each text must begin from the prompt and a fresh state, with random numbers of its own."""
     texts = speak(capsys, trained, "--prompt", "be", "--num", 3).split("---------------\n")
     assert len(texts) == len(set(texts)) == 3 and all(t.startswith("be") and len(t) == 33 for t in texts)
+    for seed in (1338, 1339):                                 # the next seed's first text is none of them
+        assert speak(capsys, trained, "--prompt", "be", "--seed", seed) not in texts
+
+
+def test_flags_of_sample_reach_the_model(trained, capsys, monkeypatch):
+    """--top-p that is cut to 0.9 writes texts that look well."""
+    given = []
+    monkeypatch.setattr(sample, "continue_text", lambda model, tokenizer, ids, n, **how: given.append((n, how)) or iter(()))
+    speak(capsys, trained, "--top-p", 0.97, "--top-k", 7, "--temperature", 1.3, "--seed", 5, "--tokens", 9)
+    (n, how), = given
+    assert how.pop("generator").initial_seed() == 5 and (n, how) == (9, dict(temperature=1.3, top_k=7, top_p=0.97))
 
 
 @pytest.mark.parametrize("argv", ["--temperature -1", "--temperature nan", "--top-k -1", "--top-p 1.1", "--top-p 0",
@@ -5056,16 +5121,27 @@ def test_prompts(trained, tmp_path, capsys, monkeypatch):
     (tmp_path / "p.txt").write_text("that\nis")
     expect = speak(capsys, trained, "--prompt", "that\nis")
     assert speak(capsys, trained, "--prompt-file", tmp_path / "p.txt") == expect
-    for flags in (["--prompt", "-"], ["--prompt-file", "-"]):
-        with open(tmp_path / "p.txt") as stdin:
+    (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbfthat\nis")                # a byte order mark is no letter
+    for flags, name in product((["--prompt", "-"], ["--prompt-file", "-"]), ("p.txt", "mark.txt")):
+        with open(tmp_path / name) as stdin:
             monkeypatch.setattr(sys, "stdin", stdin)
             assert speak(capsys, trained, *flags) == expect
-    (tmp_path / "mark.txt").write_bytes(b"\xef\xbb\xbfthat\nis")                # a byte order mark is no letter
+    monkeypatch.setattr(sys, "stdin", None)                   # as `sample.py <&-` has it
+    assert "stdin is closed" in refused(capsys, sample.main, "--ckpt", trained, "--prompt", "-")
     assert speak(capsys, trained, "--prompt-file", tmp_path / "mark.txt") == expect
     (tmp_path / "bad").write_bytes(b"to \xff")
     assert "UTF-8" in refused(capsys, sample.main, "--ckpt", trained, "--prompt-file", tmp_path / "bad")
     assert "cannot read" in refused(capsys, sample.main, "--ckpt", trained, "--prompt-file", tmp_path / "none")
     assert speak(capsys, trained) and len(speak(capsys, trained, "--tokens", 0)) == 1
+
+
+def test_line_ends_of_a_prompt_are_kept(tmp_path, monkeypatch):
+    """A model of a text of Windows' lines, asked to go on from lines that it has never read."""
+    (tmp_path / "p.txt").write_bytes(b"a\r\nb\rc\n")
+    with open(tmp_path / "p.txt") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        for name in (str(tmp_path / "p.txt"), "-"):
+            assert sample.read_prompt(sample.parse(["--prompt-file", name])) == "a\r\nb\rc\n"
 
 
 def test_empty_prompt_without_a_newline_in_the_vocabulary():
@@ -5647,6 +5723,50 @@ def test_text_task_on_a_checkpoint(tmp_path, capsys, monkeypatch):
     assert "not the text" in capsys.readouterr().out
 
 
+def test_flags_of_eval_reach_what_they_are_for(trained, capsys, monkeypatch):
+    """A flag that does nothing: the figures are right, and not those that were asked for."""
+    given = []
+    monkeypatch.setattr(train, "report", lambda model, tokenizer, ids, *rest: given.append(rest) or 1.0)
+    monkeypatch.setattr(eval, "position_loss", lambda model, ids, length, *rest: given.append((length, *rest)) or (torch.zeros(length), 1))
+    monkeypatch.setattr(eval, "stream", lambda model, ids, n: given.append(n))
+    for flags in ("", "--length 50 --windows 7 --batch-size 3 --stream 77", "--length 5000 --stream 0"):
+        assert eval.main(["--ckpt", str(trained), "--device", "cpu", *flags.split()]) == 0
+    assert given == [(16, 8), (64, 8, 32), 50_000, (16, 3), (50, 3, 7), 77, (16, 8), (299, 8, 32)]
+
+
+def test_loss_by_position_is_said_of_the_right_positions(trained, capsys, monkeypatch):
+    """A loss of one position for that of all between two lines, or the last of the training said to be beyond it."""
+    monkeypatch.setattr(eval, "position_loss", lambda model, ids, length, *_: (torch.arange(length, dtype=torch.float64), 5))
+    assert eval.main(["--ckpt", str(trained), "--device", "cpu", "--stream", "0", "--length", "40"]) == 0
+    lines = capsys.readouterr().out.split("by position, ")[1].splitlines()
+    assert lines == ["mean of 5 windows of 40; it was trained on 16", "  tokens before   nats/token", "       1 -     16   7.5000",
+                     "      17 -     32   23.5000   longer than in training", "      33 -     40   35.5000   longer than in training"]
+
+
+def test_flags_of_mqar_reach_what_they_are_for(monkeypatch):
+    """A network or an optimizer other than the one asked for learns, too."""
+    given, build = [], models.build
+    monkeypatch.setattr(models, "build", lambda name, **more: given.append((name, more)) or build(name, **more))
+    monkeypatch.setattr(train, "make_optimizers", lambda model, tc: given.append((tc.lr, tc.optimizer, tc.steps)) or 1 / 0)
+    for name in ("adamw", "muon"):
+        with pytest.raises(ZeroDivisionError):
+            eval.main(["--optimizer", name, *"--task mqar --model linear --chunk 5 --n-layer 1 --vocab 14 --lr 0.037 --steps 7 --device cpu".split()])
+        assert given[-2:] == [("linear", {**eval.SMALL, "chunk": 5, "n_layer": 1, "vocab_size": 14}), (0.037, name, 7)]
+
+
+def test_recall_of_each_number_of_pairs(capsys, monkeypatch):
+    """Catches numbers of pairs that are not trained on or not asked for, and figures said of another one."""
+    drawn, asked, real = [], [], eval.mqar_batch
+    monkeypatch.setattr(eval, "mqar_batch", lambda args, *rest: drawn.append(rest[:3]) or real(args, *rest))
+    monkeypatch.setattr(eval, "accuracy", lambda model, args, n, device: asked.append(model.training) or n / 10)
+    assert eval.main("--task mqar --model linear --n-layer 1 --n-embd 8 --n-head 1 --pairs 2 5 3 --steps 4 --batch-size 2".split()
+                     + "--vocab 14 --device cpu".split()) == 0
+    assert drawn == [(2, 0, 2), (5, 1, 2), (3, 2, 2), (2, 3, 2)] and asked == [False] * 3            # without dropout
+    said = capsys.readouterr().out.split("by guessing\n")[1].splitlines()
+    assert said[:3] == ["    2     0.200        0.500", "    5     0.500        0.200", "    3     0.300        0.333"]
+    assert "mean accuracy 0.333 after 4 steps" in said[3]
+
+
 def test_resident_memory_of_any_system(monkeypatch):
     """Linux tells, macOS the maximum, Windows nothing: no reason for a stream to end in a traceback."""
     now = eval.resident()
@@ -5700,7 +5820,7 @@ def test_eval_reads_without_dropout(copy, capsys, monkeypatch):
     assert training == [False, False]
 
 
-def test_seed_of_mqar_reaches_the_weights(monkeypatch):
+def test_seed_of_mqar_reaches_weights_and_sequences(monkeypatch):
     """--seed is said to be that of weights and sequences."""
     drawn = []
     monkeypatch.setattr(models, "build", lambda *_, **__: drawn.append(torch.rand(3)) or 1 / 0)
@@ -5708,6 +5828,8 @@ def test_seed_of_mqar_reaches_the_weights(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             eval.main(["--task", "mqar", "--device", "cpu", "--seed", seed])
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[1], drawn[2])
+    a, b, c = (eval.mqar_batch(eval.parse(["--task", "mqar", "--seed", seed]), 4, 3, 2, CPU)[0] for seed in "112")
+    assert torch.equal(a, b) and not torch.equal(b, c)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -6302,7 +6424,8 @@ MUTANTS = [
     ("M0 of the size of its features", "models.py", "std=self.M0[-1].shape[1] ** -0.5",
      "std=self.M0[0].shape[1] ** -0.5", "test_starting_values_of_memories"),
     ("tied embeddings are small", "models.py", "x = x * self.config.n_embd ** 0.5", "x = x / self.config.n_embd ** 0.5", "test_tie_is_one_matrix"),
-    ("--seed of mqar is of the sequences alone", "eval.py", "    torch.manual_seed(args.seed)\n", "", "test_seed_of_mqar_reaches_the_weights"),
+    ("--seed of mqar is of the sequences alone", "eval.py", "    torch.manual_seed(args.seed)\n", "",
+     "test_seed_of_mqar_reaches_weights_and_sequences"),
     ("a checkpoint without its seconds", "train.py", "            seconds=float, model=dict",
      "            model=dict", "test_a_checkpoint_without_one_of_its_parts_is_refused"),
     ("--eval-windows in the place of --batch-size", "train.py", "tc.batch_size, tc.eval_windows, dtype=dtype)",
@@ -6445,6 +6568,59 @@ MUTANTS = [
      "test_what_cannot_be_recorded_is_computed_as_before"),
     ("the compiler is asked what it cannot answer", "memory.py", "if not torch.compiler.is_compiling() and not torch.amp", "if not torch.amp",
      "test_the_compiler_is_not_asked_for_an_autocast"),
+    ("digits of a number are words", "data.py", r"| ?\p{N}+|", r"| ?\p{N}|", "test_words_are_those_of_gpt2"),
+    ("don't is one word more", "data.py", "[sdmt]", "[sdm]", "test_words_are_those_of_gpt2"),
+    ("the space before a word is not its own", "data.py", r"|\s+(?!\S)|\s+", r"|\s+", "test_words_are_those_of_gpt2"),
+    ("bits a byte: every other block", "data.py", "range(0, len(ids), BLOCK)", "range(0, len(ids), 2 * BLOCK)", "test_tokenizer_round_trip"),
+    ("the greatest id of the last block", "data.py", "max(greatest, int(block.max()))", "int(block.max())",
+     "test_a_token_file_is_checked_to_its_end"),
+    ("every other block of a token file checked", "data.py", "range(0, len(part), BLOCK)", "range(0, len(part), 2 * BLOCK)",
+     "test_a_token_file_is_checked_to_its_end"),
+    ("an offset in a piece of a text that was cut", "data.py", "within a character, at offset {offset + at}", "within a character, at offset {at}",
+     "test_where_a_long_text_is_not_utf8"),
+    ("a text that was cut is cut to nothing", "data.py", "truncate -s {offset + at}", "truncate -s {at}", "test_where_a_long_text_is_not_utf8"),
+    ("an offset in a piece of a text", "data.py", ":02x} at offset {offset + at}", ":02x} at offset {at}", "test_where_a_long_text_is_not_utf8"),
+    ("a token file that is longer than it says", "data.py", "size != header + 2 * n", "size < header + 2 * n", "test_token_files_that_are_none"),
+    ("a val.bin is overwritten", "data.py", 'for path in (out / "train.bin", out / "val.bin"):', 'for path in (out / "train.bin",):',
+     "test_token_files_are_the_text"),
+    ("too few tokens to train on", "data.py", "if min(train, val) < seq_len + 1:", "if val < seq_len + 1:", "test_token_files_that_are_none"),
+    ("another hash of Shakespeare", "data.py", '"86c4e6aa9db7', '"86c4e6aa9db1', "test_shakespeare_is_known_by_its_hash"),
+    ("--stream is its default", "eval.py", "stream(model, val, args.stream)", "stream(model, val, 50_000)",
+     "test_flags_of_eval_reach_what_they_are_for"),
+    ("--length does nothing", "eval.py", "args.length or 4 * T", "4 * T", "test_flags_of_eval_reach_what_they_are_for"),
+    ("twice the length of the training", "eval.py", "args.length or 4 * T", "args.length or 2 * T", "test_flags_of_eval_reach_what_they_are_for"),
+    ("windows longer than the text", "eval.py", "min(args.length or 4 * T, len(val) - 1)", "args.length or 4 * T",
+     "test_flags_of_eval_reach_what_they_are_for"),
+    ("--windows does nothing", "eval.py", "args.batch_size, args.windows)", "args.batch_size, 32)", "test_flags_of_eval_reach_what_they_are_for"),
+    ("--batch-size does nothing to the loss", "eval.py", "val, T, args.batch_size)", "val, T, 8)", "test_flags_of_eval_reach_what_they_are_for"),
+    ("nor to that by position", "eval.py", "length, args.batch_size, args.windows)", "length, 8, args.windows)",
+     "test_flags_of_eval_reach_what_they_are_for"),
+    ("--lr of mqar does nothing", "eval.py", ", lr=args.lr", "", "test_flags_of_mqar_reach_what_they_are_for"),
+    ("--optimizer of mqar does nothing", "eval.py", ", optimizer=args.optimizer", "", "test_flags_of_mqar_reach_what_they_are_for"),
+    ("the network of mqar is always the same", "eval.py", "{**SMALL, **args.config,", "{**args.config, **SMALL,",
+     "test_flags_of_mqar_reach_what_they_are_for"),
+    ("mqar trains on the first number of pairs", "eval.py", "args.pairs[step % len(args.pairs)]", "args.pairs[0]",
+     "test_recall_of_each_number_of_pairs"),
+    ("mqar asks for the first number of pairs", "eval.py", "[accuracy(model, args, n, device)", "[accuracy(model, args, args.pairs[0], device)",
+     "test_recall_of_each_number_of_pairs"),
+    ("the best accuracy for the mean", "eval.py", "sum(scores) / len(scores)", "max(scores)", "test_recall_of_each_number_of_pairs"),
+    ("guessing among all tokens", "eval.py", "{1 / n:11.3f}", "{1 / args.vocab:11.3f}", "test_recall_of_each_number_of_pairs"),
+    ("recall with dropout", "eval.py", "    model.eval()\n    say", "    say", "test_recall_of_each_number_of_pairs"),
+    ("--seed of mqar is of the weights alone", "eval.py", "(1_000_003 * args.seed + step)", "step",
+     "test_seed_of_mqar_reaches_weights_and_sequences"),
+    ("the last loss of a bucket for its mean", "eval.py", "at[a:b].mean()", "at[b - 1]", "test_loss_by_position_is_said_of_the_right_positions"),
+    ("as long as in training is longer", "eval.py", "if b > T else", "if b >= T else", "test_loss_by_position_is_said_of_the_right_positions"),
+    ("eval.py on an untuned CPU", "eval.py", "    train.tune_cpu()\n", "", "test_every_program_tunes_the_cpu"),
+    ("sample.py on an untuned CPU", "sample.py", "    tune_cpu()\n", "", "test_every_program_tunes_the_cpu"),
+    ("bench.py on an untuned CPU", "bench.py", "    train.tune_cpu()\n", "", "test_every_program_tunes_the_cpu"),
+    ("train.py on an untuned CPU", "train.py", "    tune_cpu()\n", "", "test_every_program_tunes_the_cpu"),
+    ("--top-p is at most 0.9", "sample.py", "top_p=args.top_p", "top_p=min(args.top_p, 0.9)", "test_flags_of_sample_reach_the_model"),
+    ("a mark of byte order in a pipe", "sample.py", '.decode("utf-8-sig")', '.decode("utf-8")', "test_prompts"),
+    ("line ends of a prompt are changed", "sample.py", ', newline=""', "", "test_line_ends_of_a_prompt_are_kept"),
+    ("a prompt from a closed stdin", "sample.py", "if sys.stdin is None:", "if False:", "test_prompts"),
+    ("the second text is the first of the next seed", "sample.py", "ids, args.tokens, **how",
+     'ids, args.tokens, **{**how, "generator": torch.Generator(device).manual_seed(args.seed + i)}',
+     "test_sample_writes_num_different_texts_of_the_same_prompt"),
     ("a stream in huge pieces", "eval.py", "    if period > LONGEST_PIECE:", "    if False:", "test_a_stream_of_huge_pieces_is_none"),
     ("a transformer's chunk", "eval.py", '1 if "chunk" in models.idle(c) else c.chunk', "c.chunk", "test_a_stream_of_huge_pieces_is_none"),
     ("--no-write writes", "eval.py", "        model.config.max_step = 0.0 ", "        model.config.max_step = 2.0 ", "test_what_a_memory_brings"),
