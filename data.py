@@ -33,7 +33,7 @@ SHAKESPEARE_BYTES = 1_115_394
 KINDS = ("char", "byte", "bpe", "gpt2")
 EVERY_BYTE = [bytes([b]) for b in range(256)]
 END = b"<|endoftext|>"                                  # GPT-2's last token, which no text becomes
-BLOCK = 2**20                                           # ids of a file that are looked at at a time
+BLOCK = 2**20                                           # ids that are checked and counted together
 # how GPT-2 cuts text into words; here, so that no checkpoint can bring a regular expression of its own
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
