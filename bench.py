@@ -338,7 +338,7 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
         flops += 2 * (blocks + momentum) * n * weights                           # the sum of S of each block, and the last S
         ns = sum(ns_flops(a, b, rule.ns_steps, rule.ns_gram) for a, b in sizes)
         flops, spared = flops + blocks * ns, ns * (rule.muon_every > 1)          # by the first block of a text
-        flops += 2 * blocks * (blocks - 1) * weights + 4 * c * weights           # W of each block; reads of W and NS(S)
+        flops += 2 * (blocks > 1) * blocks**2 * weights + 4 * c * weights        # W of each block; reads of W and NS(S)
     else:
         flops += 2 * c * n * D + deep * 2 * c * n * hidden                       # R X^T of the first and the last layer
         flops += sum(2 * c * n * b for _, b in sizes)                            # (P o R X^T) D

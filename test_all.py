@@ -5265,17 +5265,17 @@ def a_bench(**more):
     ("mlp", "l2", 16, 16, True), ("mlp", "l2", 16, 4, True), ("gated", "l2", 32, 8, True), ("mlp", "l2", 16, 1, False),
     ("gated", "l2", 32, 1, False), ("linear", "dot", 16, 1, False)])
 def test_rule_flops_is_what_omega_does(kind, loss, chunk, muon_every, momentum):
-    """Catches a formula that flatters: it may leave small terms out, but must not count work that is not done."""
-    rule, D, hidden, H, T = Rule(kind, loss, 8, chunk, muon_every), 24, 48, 2, 64
+    """A formula that flatters, or leaves a product out. It is exact for a window of 9: with most others omega adds idle pairs."""
+    rule, D, hidden, H, T = Rule(kind, loss, 9, chunk, muon_every), 24, 48, 2, 64
     q, k, v = (torch.randn(1, H, T, D, requires_grad=True) for _ in range(3))
     keep, step, theta = (torch.rand(1, H, T, requires_grad=True) for _ in range(3))
-    gates = Gates(keep, step, theta if momentum else None, torch.rand(1, H, T, 8, requires_grad=True))
+    gates = Gates(keep, step, theta if momentum else None, torch.rand(1, H, T, 9, requires_grad=True))
     M0 = [torch.randn(H, *s, requires_grad=True) for s in memory.shapes(kind, D, hidden, D)]
     phi = Features("none", D)
     with FlopCounterMode(display=False) as counter:
         y, state = omega_module.omega(rule, phi, q, k, v, gates, start(rule, phi, M0, 1, momentum=momentum))
     formula, forward = H * bench.rule_flops(rule, D, D, hidden, T, momentum), counter.get_total_flops()
-    assert 0.85 * forward < formula < 1.02 * forward
+    assert formula == forward
     with FlopCounterMode(display=False) as counter:
         (y.sum() + sum(w.sum() for w in state.W)).backward()
     assert 0.75 * 2 * forward < counter.get_total_flops() < 1.3 * 2 * forward            # the gradient of NS takes 1.5x; some is done again
@@ -5389,14 +5389,83 @@ def test_slow_runs_another_rule_and_puts_the_fast_one_back(rule):
     assert omega_module.omega is fast
 
 
-def test_layer_runs_reach_every_input():
-    """A backward pass that skips the input or a parameter is fast."""
+@pytest.fixture
+def gradients(monkeypatch):
+    """Of each torch.autograd.grad: the inputs it was asked for, and what it found."""
+    grad, seen = torch.autograd.grad, []
+
+    def recorded(outputs, inputs, *more, **how):
+        seen.append((inputs, grad(outputs, inputs, *more, **how)))
+        return seen[-1][1]
+    monkeypatch.setattr(torch.autograd, "grad", recorded)
+    return seen
+
+
+def test_layer_runs_reach_every_input(gradients):
+    """No backward pass, or one that skips the input or a parameter, is fast."""
     made = bench.layer(a_bench(), **{**bench.WORK, **bench.heads(32, 16)})
-    runs = bench.layer_runs(a_bench(), made, 1, 8, 32, "x")
+    runs = bench.layer_runs(a_bench(), made, 2, 8, 32, "x")
     y = runs["x", "forward"]()
-    assert list(runs) == [("x", "forward"), ("x", "both")] and y.shape == (1, 8, 32) and not y.requires_grad
+    assert list(runs) == [("x", "forward"), ("x", "both")] and y.shape == (2, 8, 32) and not y.requires_grad and not gradients
     runs["x", "both"]()
-    assert all(p.grad is None for p in made.parameters())
+    ((x, *parameters), found), = gradients
+    assert x.shape == (2, 8, 32) and list(map(id, parameters)) == list(map(id, made.parameters()))
+    assert all(g is not None and g.any() for g in found) and all(p.grad is None for p in made.parameters())
+
+
+def test_layers_compute_in_the_precision_of_the_bench():
+    """bfloat16 in the heading, and float32 in the figures."""
+    for dtype in (torch.bfloat16, torch.float32):
+        assert bench.layer_runs(a_bench(dtype=dtype), torch.nn.Linear(8, 8), 1, 4, 8)["", "forward"]().dtype == dtype
+
+
+def test_rule_runs_reach_every_input(gradients):
+    """A gradient of three inputs alone; a memory that has faded to zeros, with which a CPU computes at another speed."""
+    rule = Rule("gated", window=3, chunk=16)
+    bench.rule_run(a_bench(), rule, 2, 2, 32)()
+    (inputs, found), = gradients
+    q, k, v, keep, step, momentum, gate, *M0 = inputs
+    assert {a.shape for a in (q, k, v)} == {(2, 2, 32, 64)} and {a.shape for a in (keep, step, momentum)} == {(2, 2, 32)}
+    assert gate.shape == (2, 2, 32, 3) and [m.shape for m in M0] == [(2, 64, 128), (2, 64, 128), (2, 128, 64)]
+    assert 0.999 <= keep.min() and keep.max() <= 1 and step.max() <= 1 / 16 and all(g.any() for g in found)
+
+
+def test_product_has_the_flops_it_says():
+    """Every "of product" is a share of this rate: twice too much, or of another precision."""
+    run, flops = bench.product(a_bench(), torch.bfloat16)
+    with FlopCounterMode(display=False) as counter:
+        assert run().dtype == torch.bfloat16
+    assert counter.get_total_flops() == flops == 2 * 256**3
+
+
+def test_step_run_is_a_step_of_training(monkeypatch):
+    """A model that does not train, or the same batch each time."""
+    seen, config, tc = [], small("atlas").config, train.TrainConfig(remat=True)
+    monkeypatch.setattr(train, "train_step", lambda model, optimizers, *more: seen.append((model, *more)))
+    run = bench.step_run(a_bench(dtype=torch.bfloat16), config, tc, "ids")
+    run(), run()
+    model = seen[0][0]
+    assert model.training and model.remat and model.config == config
+    assert seen == [(model, tc, "ids", step, 0.01, CPU, torch.bfloat16) for step in (0, 1)]
+
+
+def test_decode_run_goes_on_from_its_own_state():
+    """A state that is thrown away: each token costs what the first one does, and no run meets the end of a chunk."""
+    model, states = torch.nn.Linear(1, 1), []
+    model.forward = lambda one, state: (states.append((tuple(one.shape), state)), state + 1)
+    for _ in range(2):
+        bench.decode_run(model, 7, 3)()
+    assert states == [((1, 1), state) for state in (7, 8, 9)] * 2
+
+
+def test_a_race_goes_on_until_its_time_is_over(monkeypatch):
+    """--minutes that does nothing: three rounds, however much time there is."""
+    calls = []                                                # of a second each
+    monkeypatch.setattr(gc, "collect", lambda: None)
+    monkeypatch.setattr(bench, "now", lambda device: len(calls))
+    monkeypatch.setattr(bench, "clock", lambda run, *_: run() or 1.0)
+    times = bench.race({name: lambda: calls.append(1) for name in "ab"}, 20, CPU)
+    assert times["a"]["runs"] == times["b"]["runs"] == 9      # two first calls, and nine rounds of two
 
 
 def test_widen_makes_models_of_equal_size():
@@ -5428,6 +5497,196 @@ def test_clock_is_the_time_between():
     """Every figure of the bench is its answer."""
     ticks, log = iter([3.0, 5.5]), []
     assert bench.clock(lambda: log.append(next(ticks)), CPU, lambda: log.append("look") or 4.0 * len(log)) == 8.0 and log == ["look", 3.0, "look"]
+
+
+# ---- bench.py: between the clock and the table
+
+@pytest.fixture
+def staged(monkeypatch):
+    """bench.py without its clock: of a race's contestants each is called once, and the i-th took 2^i seconds; all took 3 MiB.
+
+    -> `configs` of the layers that were made, `shapes` of what they read, `races` (names, seconds, must), and `tables` (title, rows).
+    """
+    seen = argparse.Namespace(configs=[], shapes=[], races=[], tables=[], took=lambda i, name: 2.0**i)
+
+    def race(runs, seconds, device, must=math.inf):
+        seen.races.append((list(runs), seconds, must))
+        for run in runs.values():
+            run()
+        took = {name: seen.took(i, name) for i, name in enumerate(runs)}
+        return {name: dict(median_s=s, spread_s=s / 10, runs=3, first_s=100.0) for name, s in took.items()}
+
+    def layer(kit, **differences):
+        seen.configs.append(models.Config(vocab_size=2, n_layer=1, **differences))
+        return seen.configs[-1]
+
+    def layer_runs(kit, made, batch, T, width, name=""):
+        seen.shapes.append((batch, T, width))
+        return {(name, what): lambda: None for what in ("forward", "both")}
+    stubs = dict(race=race, layer=layer, layer_runs=layer_runs, peak_bytes=lambda run, device: 3 * 2**20, now=lambda device: 0.0,
+                 product=lambda kit, dtype: (lambda: None, 800.0), table=lambda title, head, rows: seen.tables.append((title, rows)))
+    for name, stub in stubs.items():
+        monkeypatch.setattr(bench, name, stub)
+    return seen
+
+
+def differs(config, width=256, head=64):
+    """Of a layer from the WORK that the README describes, as literals."""
+    work = models.Config(vocab_size=2, n_layer=1, n_embd=width, n_head=width // head, head_dim=head, memory="mlp", loss="l2", window=8, chunk=64,
+                         momentum=True, muon=False, features="none", expansion=2, forget="zero")
+    return {name: value for name, value in asdict(config).items() if value != getattr(work, name)}
+
+
+def test_a_record_has_the_median_and_what_is_printed():
+    """Tokens a second of the first call, in which a compiler compiles; a spread in seconds, called %."""
+    kit = a_bench()
+    times = dict(median_s=2.0, spread_s=0.1, runs=3, first_s=50.0)
+    assert kit.keep("layer", "atlas", times, 3000, T=7) == "1.5K +-5%"
+    assert kit.records == [dict(part="layer", name="atlas", median_s=2.0, spread_s=0.1, runs=3, first_s=50.0, tokens_per_s=1500.0, T=7)]
+
+
+def test_every_preset_is_one_layer_of_one_size(staged):
+    """A memory of another hidden width, or with 64 x 64 heads beside polynomials of 16: another race than the tables say."""
+    cases = bench.contestants(a_bench(models=list(models.PRESETS)), 256)
+    assert list(cases) == ["transformer", *(name for name in models.PRESETS if name != "transformer"), "WORK"]
+    for name, case in cases.items():
+        preset = models.PRESETS.get(name, {})
+        assert preset.items() - {("head_dim", 0)} <= case.items()
+        assert case["head_dim"] == (16 if name in ("dla", "omeganet", "atlas", "atlas++") else 64), name
+        assert case["expansion"] == 2 and case["n_embd"] == case["n_head"] * case["head_dim"] == 256
+    assert differs(models.Config(vocab_size=2, n_layer=1, **cases["WORK"])) == {}
+
+
+def test_layer_part(staged, monkeypatch):
+    """A forward pass with the time of both; a length that takes an hour, tried because it was expected to take none."""
+    staged.took = lambda i, name: dict(forward=1.0, both=3.0)[name[1]]
+    monkeypatch.setattr(bench, "definition", lambda *_: None)
+    monkeypatch.setattr(bench, "sweeps", lambda *_: [])
+    kit = a_bench(device=torch.device("cuda"), quick=False, models=["dot", "titans", "atlas", "transformer"], seconds=600 / 0.7)
+    bench.part_layer(kit)
+    # a measurement of 4 s is expected to take six of them at four times the length, 96 s, and 384 s where it grows with the square. The second
+    # length has 200 s: for two of the former
+    ran = [[name for name, what in race if what == "both"] for race, _, _ in staged.races]
+    assert ran == [["transformer", "atlas", "dot", "titans", "WORK"], *[["atlas", "titans"]] * 3]
+    assert [seconds for _, seconds, _ in staged.races] == pytest.approx([50, 200 / 3, 100, 200])
+    assert set(staged.shapes) == {(4, T, 1024) for T in (1024, 4096, 16384, 65536)}
+    for r in kit.records:
+        assert r["tokens_per_s"] == 4 * r["T"] / dict(forward=1, both=3)[r["what"]] and r.get("bytes") == (3 * 2**20 if r["what"] == "both" else None)
+    (_, both), (_, forward), (_, extra) = staged.tables
+    assert [rows[0] for rows in (both, forward, extra)] == [["transformer", cell, "-", "-", "-"] for cell in ("1.37K +-10%", "4.1K +-10%", "3")]
+    assert both[3] == ["atlas", "1.37K +-10%", "5.46K +-10%", "21.8K +-10%", "87.4K +-10%"]
+
+
+def test_definitions_race_with_the_fast_rule(staged, monkeypatch):
+    """How much faster than the definition: omega beside itself."""
+    used = []
+    monkeypatch.setattr(bench, "layer_runs", lambda *_: {("", "both"): lambda: used.append(omega_module.omega)})
+    kit = a_bench(quick=False)
+    bench.definition(kit, 256)
+    assert used == [omega_ref, omega, omega_chunk, omega] and list(map(differs, staged.configs)) == [{}]
+    (_, rows), = staged.tables
+    assert rows == [["omega_ref, token by token", 64, "64 +-10%", "3"], ["omega, T 64", 64, "32 +-10%", "3"],
+                    ["omega_chunk, formulas", 1024, "1.02K +-10%", "3"], ["omega, T 1024", 1024, "512 +-10%", "3"]]
+
+
+def test_sweeps_change_one_setting_at_a_time(staged):
+    """A table of chunks, all of them of 64; polynomials without their features."""
+    kit = a_bench(quick=False)
+    for knob in bench.sweeps(kit, 256):
+        bench.sweep(kit, 2, 256, *knob, 5.0)
+    small, muon = dict(n_head=16, head_dim=16, features="monomial"), dict(muon=True)
+    want = [("chunk 16", dict(chunk=16)), ("chunk 32", dict(chunk=32)), ("chunk 64", {}), ("chunk 128", dict(chunk=128)),
+            ("chunk 256", dict(chunk=256)), ("window 1", dict(window=1)), ("window 4", dict(window=4)), ("window 16", dict(window=16)),
+            ("window 64", dict(window=64)), ("degree 1", dict(small, degree=1)), ("degree 2", small), ("degree 3", dict(small, degree=3)),
+            ("muon_every 64", muon), ("muon_every 16", dict(muon, muon_every=16)), ("muon_every 4", dict(muon, muon_every=4)),
+            ("muon_every 1", dict(muon, muon_every=1)), ("momentum True", dict(muon, muon_every=1)),
+            ("momentum False", dict(muon, muon_every=1, momentum=False))]
+    assert [(r["name"], differs(c)) for r, c in zip(kit.records, staged.configs, strict=True)] == want
+    assert staged.shapes == [(2, T, 256) for T in [1024] * 12 + [256] * 6]
+    assert staged.races[1] == ([1, 4, 16, 64], 5.0, math.inf) and staged.tables[1][1][1] == [4, "1.02K +-10%", "3"]
+
+
+def test_rule_part(staged, monkeypatch):
+    """A share of the machine's best that is the wrong one: backward takes twice what forward does, and each head of each sequence is one."""
+    monkeypatch.setattr(bench, "rule_run", lambda *_: lambda: None)
+    monkeypatch.setattr(bench, "rule_flops", lambda rule, D, E, hidden, T: {(64, 64, 128, 4096): 10.0 + rule.muon_every}[D, E, hidden, T])
+    kit = a_bench(device=torch.device("cuda"), quick=False)
+    bench.part_rule(kit)
+    r = {r["name"]: r for r in kit.records}
+    assert list(r) == ["chunk 16", "chunk 64", "chunk 128", "chunk 256", "chunk 64, muon_every 64", "chunk 64, muon_every 16"]
+    assert r["chunk 16"]["flops"] == 3 * 4 * 16 * 10 and r["chunk 64, muon_every 64"]["flops"] == 3 * 4 * 16 * 74
+    assert (r["chunk 16"]["flops_per_s"], r["chunk 16"]["product_flops_per_s"], r["chunk 16"]["tokens_per_s"]) == (960.0, 800.0, 4 * 4096 / 2)
+    assert staged.tables[0][1][0] == ["chunk 16", "8.19K +-10%", "1.92K", "960", "120%"]
+
+
+def test_step_part(staged, monkeypatch):
+    """A ratio upside down; the tokens of one sequence for those of a batch; passes that are not run, or run and not counted."""
+    trained = []
+    monkeypatch.setitem(train.TRAIN_SIZES, "tiny", dict(batch_size=3, grad_accum=4, seq_len=50))
+    monkeypatch.setattr(bench, "step_run", lambda kit, config, tc, ids: lambda: trained.append((config, tc)))
+    monkeypatch.setattr(bench, "step_flops", lambda config, T, device: {50: 40.0}[T])
+    kit = a_bench(quick=False, models=["swa", "atlas", "transformer"])
+    bench.step_size(kit, "tiny", 7.0)
+    assert staged.races == [(["product", "transformer", "atlas", "swa"], 7.0, 3)]
+    assert all((tc.batch_size, tc.grad_accum, tc.seq_len, tc.remat) == (3, 1, 50, False) for _, tc in trained)
+    assert [(c.mixer, c.attn_window) for c, _ in trained] == [("attention", 0), ("memory", 64), ("attention", 64)]
+    assert [(r["name"], r["median_s"], r["tokens_per_s"], r["flops_per_s"], r["product_flops_per_s"]) for r in kit.records] == [
+        ("transformer", 2.0, 75.0, 60.0, 800.0), ("atlas", 4.0, 37.5, 30.0, 800.0), ("swa", 8.0, 18.75, 15.0, 800.0)]
+    assert [row[2:] for row in staged.tables[0][1]] == [["2000", "75 +-10%", "1.00", "8%", "100.0"], ["4000", "37.5 +-10%", "2.00", "4%", "100.0"],
+                                                        ["8000", "18.8 +-10%", "4.00", "2%", "100.0"]]
+
+
+def test_decode_part(staged, monkeypatch):
+    """The time of a whole chunk for that of a token; the longest caches left out, which are what a memory is compared with."""
+    monkeypatch.setattr(bench, "filled", lambda state, n: n)
+    monkeypatch.setattr(bench, "reach", lambda kit, model, positions, seconds: dict.fromkeys(positions[:2], 5))
+    monkeypatch.setattr(bench, "decode_run", lambda model, state, n: lambda: None)
+    monkeypatch.setattr(models, "state_bytes", lambda state: 1000 + state)
+    kit = a_bench(quick=False, models=["atlas", "transformer"], seconds=100.0)
+    bench.part_decode(kit)
+    assert [(r["name"], r["position"], r["ms"], r["tokens_per_s"], r["bytes"]) for r in kit.records] == [
+        ("transformer", 1024, 125.0, 8.0, 2024), ("transformer", 10240, 250.0, 4.0, 11240), ("transformer", 102400, 500.0, 2.0, 103400),
+        ("atlas", 1024, 7.8125, 128.0, 1005), ("atlas", 10240, 15.625, 64.0, 1005)]
+    assert staged.tables[0][1] == [["transformer", "125", "250", "500", "-", "2,024", "11,240", "103,400", "-"],
+                                   ["atlas", "7.81", "15.6", "-", "-", "1,005", "1,005", "-", "-"]]
+
+
+def test_peers_do_the_same_work(staged, monkeypatch):
+    """A memory without Newton-Schulz beside one with it, other chunks, attention to 64 tokens; "times faster" upside down."""
+    asked = []
+
+    class Peer:
+        to = lambda self, device: self
+    fake = argparse.Namespace(MemoryMLP=lambda *shape, **more: (shape, more), NeuralMemory=lambda **given: asked.append(given) or Peer())
+    monkeypatch.setitem(sys.modules, "titans_pytorch", fake)
+    kit = a_bench(quick=False)
+    bench.part_peers(kit)
+    whole, *ours = staged.configs
+    assert (whole.mixer, whole.attn_window, whole.n_embd, whole.n_head, whole.head_dim) == ("attention", 0, 256, 4, 64)
+    settings = [(64, False), (64, True), (16, False), (16, True)]
+    assert [(c.chunk, c.muon, c.muon_every) for c in ours] == [(chunk, muon, chunk) for chunk, muon in settings]
+    assert all(differs(c).keys() <= {"chunk", "muon", "muon_every"} for c in ours)
+    same = dict(dim=256, heads=4, dim_head=64, model=((64,), dict(depth=2, expansion_factor=2.0)), momentum=True)
+    assert asked == [dict(same, chunk_size=chunk, batch_size=chunk, spectral_norm_surprises=muon) for chunk, muon in settings]
+    assert [shape for shape in staged.shapes if shape != (1, 128, 256)] == [(1, 2048, 256)] * 9
+    assert [(r["name"], r["chunk"], r["muon"], r["over_titans_pytorch"]) for r in kit.records] == [("attention", 0, False, None)] + [
+        (name, *setting, ratio) for setting in settings for name, ratio in (("ours", 2.0), ("titans_pytorch", 1.0))]
+    assert staged.tables[0][1][:2] == [["attention", "-", "no", "2.05K +-10%", "-", "3"], ["ours", 64, "no", "1.02K +-10%", "2.00", "3"]]
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_compile_compiles_what_is_measured(compile, monkeypatch):
+    """Eager figures, of which the heading says that they were compiled."""
+    asked, kit = [], a_bench(compile=compile)
+    monkeypatch.setattr(models.LM, "compile_memory", lambda model: asked.append("memory"))
+    monkeypatch.setattr(models.Attention, "compile", lambda mixer: asked.append("attention"))
+    monkeypatch.setattr(omega_module, "compile_chunks", lambda: asked.append("rule"))
+    monkeypatch.setattr(bench, "race", lambda *_, **__: dict(product=dict(median_s=1.0)))
+    bench.layer(kit, **bench.WORK, **bench.heads(64))
+    bench.attention(kit, 64, 0, False)
+    bench.step_run(kit, small("atlas").config, train.TrainConfig(), None)
+    bench.part_rule(kit)
+    assert asked == ["memory", "memory", "attention", "memory", "rule"] * compile
 
 
 # ---- bench.py: the command
@@ -5467,6 +5726,27 @@ def test_a_bench_that_is_cut_short_leaves_its_records(tmp_path, monkeypatch, cap
     monkeypatch.setattr(bench, "PARTS", dict(rule=(cut, 1)))
     assert bench.main(["--quick", "--device", "cpu", "--json", str(tmp_path / "b.json")]) == 130
     assert [r["name"] for r in json.loads((tmp_path / "b.json").read_text())["records"]] == ["a", "b"]
+
+
+def test_bench_flags_reach_the_parts(monkeypatch, capsys):
+    """--minutes, --model, --dtype, --compile or --plot that do nothing; figures whose command nobody can repeat."""
+    seen, drawn = [], []
+    for name, (_, share) in bench.PARTS.items():
+        monkeypatch.setitem(bench.PARTS, name, (lambda kit: seen.append((kit.seconds, kit.models, kit.dtype, kit.compile)), share))
+    monkeypatch.setitem(sys.modules, "matplotlib", argparse.Namespace())
+    monkeypatch.setattr(bench, "plot", lambda records, folder: drawn.append(folder))
+    for flags, seconds, *rest in [
+            (["--minutes=1"], [24.0, 6.0, 12.0, 9.0, 9.0], list(models.PRESETS), torch.float32, False),
+            (["--minutes=1", "--part=rule", "--part=layer", "--model=swa", "--model=dla", "--dtype=bfloat16", "--compile", "--plot"], [12.0, 48.0],
+             ["swa", "dla"], torch.bfloat16, True),
+            (["--quick", "--part=peers", "--no-compile"], [0], list(models.PRESETS), torch.float32, False)]:
+        seen.clear()
+        monkeypatch.setattr(sys, "argv", ["bench.py", "--device=cpu", *flags])
+        assert bench.main() == 0
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert seen == [(s, *rest) for s in seconds] and result["argv"] == ["--device=cpu", *flags]
+        assert (result["machine"]["dtype"], result["machine"]["compiled"]) == (str(rest[1])[6:], rest[2])
+    assert drawn == [HERE / "results"]
 
 
 def test_work_is_what_the_readme_says():
@@ -6495,6 +6775,101 @@ MUTANTS = [
      "test_a_first_gradient_of_noise_is_told"),
     ("the title of a fault", "train.py", '" ".join(str(fault).split("\\n\\t")[1:2]) or first_line(fault)', "first_line(fault)",
      "test_a_checkpoint_that_lacks_a_weight"),
+    ("bench: tokens a second of the first call", "bench.py", 'tokens / times["median_s"]', 'tokens / times["first_s"]',
+     "test_a_record_has_the_median_and_what_is_printed"),
+    ("bench: a spread in seconds, called %", "bench.py", "100 * times['spread_s'] / times['median_s']", "100 * times['spread_s']",
+     "test_a_record_has_the_median_and_what_is_printed"),
+    ("bench: three rounds, however much time there is", "bench.py", " or now(device) - began < seconds):", "):",
+     "test_a_race_goes_on_until_its_time_is_over"),
+    ("bench: minutes of a second", "bench.py", "60 * args.minutes * share", "args.minutes * share", "test_bench_flags_reach_the_parts"),
+    ("bench: each part gets all the minutes", "bench.py", "60 * args.minutes * share / sum(s for _, s in parts.values())", "60 * args.minutes",
+     "test_bench_flags_reach_the_parts"),
+    ("bench: --compile does nothing", "bench.py", "if args.compile is None else args.compile", "", "test_bench_flags_reach_the_parts"),
+    ("bench: --model does nothing", "bench.py", "names = args.model or list(models.PRESETS)", "names = list(models.PRESETS)",
+     "test_bench_flags_reach_the_parts"),
+    ("bench: --dtype does nothing", "bench.py", "train.pick_dtype(args.dtype, device)", 'train.pick_dtype("float32", device)',
+     "test_bench_flags_reach_the_parts"),
+    ("bench: figures without their command", "bench.py", "argv=sys.argv[1:]", "argv=[]", "test_bench_flags_reach_the_parts"),
+    ("bench: pictures wherever it was started", "bench.py", 'plot(bench.records, Path(__file__).parent / "results")',
+     'plot(bench.records, Path("results"))', "test_bench_flags_reach_the_parts"),
+    ("bench: gradients of the input alone", "bench.py", "inputs = [x.requires_grad_(), *layer.parameters()]", "inputs = [x.requires_grad_()]",
+     "test_layer_runs_reach_every_input"),
+    ("bench: gradients of the parameters alone", "bench.py", "inputs = [x.requires_grad_(), *layer.parameters()]", "inputs = [*layer.parameters()]",
+     "test_layer_runs_reach_every_input"),
+    ("bench: no backward pass of a layer", "bench.py", "torch.autograd.grad(y, inputs, up.to(y.dtype), allow_unused=True) ", "return y ",
+     "test_layer_runs_reach_every_input"),
+    ("bench: a layer in float32, whatever was asked for", "bench.py", "train.autocast(bench.device, bench.dtype)",
+     "train.autocast(bench.device, torch.float32)", "test_layers_compute_in_the_precision_of_the_bench"),
+    ("bench: omega beside itself", "bench.py", "name: slow(fast, rule)", "name: fast", "test_definitions_race_with_the_fast_rule"),
+    ("bench: a sweep of one value", "bench.py", "**differences, knob: value}", "**differences}", "test_sweeps_change_one_setting_at_a_time"),
+    ("bench: sweeps of WORK", "bench.py", "**heads(width), **differences, knob", "**heads(width), knob",
+     "test_sweeps_change_one_setting_at_a_time"),
+    ("bench: presets of a narrower memory", "bench.py", '"expansion": WORK["expansion"]', '"expansion": 1',
+     "test_every_preset_is_one_layer_of_one_size"),
+    ("bench: small heads without polynomials", "bench.py", 'config.features not in ("none", "exp")', 'config.features != "none"',
+     "test_every_preset_is_one_layer_of_one_size"),
+    ("bench: small heads for none", "bench.py", "SMALL_HEAD if small else HEAD", "HEAD", "test_every_preset_is_one_layer_of_one_size"),
+    ("bench: forward takes as long as both", "bench.py", "name, times[name, what], batch * T, what=what",
+     'name, times[name, "both"], batch * T, what=what', "test_layer_part"),
+    ("bench: the longest sequences are expected to take no time", "bench.py", "cost[name] = 6 * cost[name] * (", "cost[name] = 0 * cost[name] * (",
+     "test_layer_part"),
+    ("bench: the transformer is expected to be linear", "bench.py", "(2 if square else 1)", "1", "test_layer_part"),
+    ("bench: each may take all the time that is left", "bench.py", "                room -= cost[name]\n", "", "test_layer_part"),
+    ("bench: tokens of one sequence of a layer", "bench.py", "times[name, what], batch * T, what=what", "times[name, what], T, what=what",
+     "test_layer_part"),
+    ("bench: a memory that fades", "bench.py", "1 - 0.001 * rand()", "rand()", "test_rule_runs_reach_every_input"),
+    ("bench: gradients of q, k and v alone", "bench.py", "omega.Gates(*gates), state)[0], leaves, up)",
+     "omega.Gates(*gates), state)[0], leaves[:3], up)", "test_rule_runs_reach_every_input"),
+    ("bench: backward as fast as forward", "bench.py", "flops = 3 * batch * H", "flops = 2 * batch * H", "test_rule_part"),
+    ("bench: FLOPs of one head", "bench.py", "3 * batch * H * rule_flops", "3 * batch * rule_flops", "test_rule_part"),
+    ("bench: FLOPs of one sequence", "bench.py", "3 * batch * H * rule_flops", "3 * H * rule_flops", "test_rule_part"),
+    ("bench: the memory's hidden width is a head's", "bench.py", "rule_flops(rule, HEAD, HEAD, 2 * HEAD, T)",
+     "rule_flops(rule, HEAD, HEAD, HEAD, T)", "test_rule_part"),
+    ("bench: a product of half its FLOPs", "bench.py", "torch.mm(a, b), 2 * n**3", "torch.mm(a, b), n**3", "test_product_has_the_flops_it_says"),
+    ("bench: a product of another precision", "bench.py", "device=bench.device).to(dtype) for", "device=bench.device) for",
+     "test_product_has_the_flops_it_says"),
+    ("bench: FLOPs without the way back through the memory", "bench.py", " + deep * 2 * n * hidden * D ", " ",
+     "test_rule_flops_is_what_omega_does"),
+    ("bench: FLOPs without R X^T of the last layer", "bench.py", " + deep * 2 * c * n * hidden ", " ", "test_rule_flops_is_what_omega_does"),
+    ("bench: FLOPs without W of each block", "bench.py", "2 * (blocks > 1) * blocks**2 * weights + ", "", "test_rule_flops_is_what_omega_does"),
+    ("bench: FLOPs of all blocks but one", "bench.py", "(blocks > 1) * blocks**2", "blocks * (blocks - 1)", "test_rule_flops_is_what_omega_does"),
+    ("bench: FLOPs without the last S", "bench.py", "2 * (blocks + momentum) * n", "2 * blocks * n", "test_rule_flops_is_what_omega_does"),
+    ("bench: FLOPs of S without momentum", "bench.py", "(1 + momentum) * (2 * c", "2 * (2 * c", "test_rule_flops_is_what_omega_does"),
+    ("bench: the transformer's time over ours", "bench.py", 't["median_s"] / times["transformer"]["median_s"]',
+     'times["transformer"]["median_s"] / t["median_s"]', "test_step_part"),
+    ("bench: FLOPs of one sequence of a step", "bench.py", "tc.batch_size * step_flops", "step_flops", "test_step_part"),
+    ("bench: tokens of one sequence of a step", "bench.py", "numpy(), tc.batch_size * tc.seq_len", "numpy(), tc.seq_len", "test_step_part"),
+    ("bench: a step of as many passes as in training", "bench.py", "tc = replace(tc, grad_accum=1, remat", "tc = replace(tc, remat",
+     "test_step_part"),
+    ("bench: whoever comes first in a step", "bench.py", '    names = sorted(bench.models, key=lambda name: (name != "transformer", name != main))\n',
+     "    names = bench.models\n", "test_step_part"),
+    ("bench: a step without training", "bench.py", ".to(bench.device).train())", ".to(bench.device).eval())",
+     "test_step_run_is_a_step_of_training"),
+    ("bench: the same step again", "bench.py", "ids, next(step), scale", "ids, 0, scale", "test_step_run_is_a_step_of_training"),
+    ("bench: ms of a whole run for those of a token", "bench.py", '1e3 * t["median_s"] / n,', '1e3 * t["median_s"],', "test_decode_part"),
+    ("bench: a short cache", "bench.py", "8 * n * model.config.n_embd <= 2**28", "n < 10**4", "test_decode_part"),
+    ("bench: a few tokens for a chunk", "bench.py", 'n = 8 if name == "transformer" or bench.quick else model.config.chunk ', "n = 8 ",
+     "test_decode_part"),
+    ("bench: the same token's state again", "bench.py", "_, after = model(one, after)", "_, after = model(one, state)",
+     "test_decode_run_goes_on_from_its_own_state"),
+    ("bench: our time over the peer's", "bench.py", 'rival["median_s"] / t["median_s"]', 't["median_s"] / rival["median_s"]',
+     "test_peers_do_the_same_work"),
+    ("bench: ours without Newton-Schulz", "bench.py", '"muon": muon, ', "", "test_peers_do_the_same_work"),
+    ("bench: ours with Newton-Schulz as it comes", "bench.py", ', "muon_every": chunk}', "}", "test_peers_do_the_same_work"),
+    ("bench: ours in chunks of 64", "bench.py", '"chunk": chunk, "muon"', '"muon"', "test_peers_do_the_same_work"),
+    ("bench: attention to 64 tokens", "bench.py", 'mixer="attention", attn_window=0,', 'mixer="attention",', "test_peers_do_the_same_work"),
+    ("bench: Titans' gradients at M0", "bench.py", "chunk_size=chunk, batch_size=chunk,", "chunk_size=chunk,", "test_peers_do_the_same_work"),
+    ("bench: Titans without Newton-Schulz", "bench.py", "spectral_norm_surprises=muon", "spectral_norm_surprises=False",
+     "test_peers_do_the_same_work"),
+    ("bench: Titans without momentum", "bench.py", "                        momentum=True, spectral",
+     "                        momentum=False, spectral", "test_peers_do_the_same_work"),
+    ("bench: memories are not compiled", "bench.py", "        model.compile_memory()\n", "        pass\n",
+     "test_compile_compiles_what_is_measured"),
+    ("bench: a step is not compiled", "bench.py", "model = compiled(bench, models.LM(config).to(bench.device).train())",
+     "model = models.LM(config).to(bench.device).train()", "test_compile_compiles_what_is_measured"),
+    ("bench: a layer of attention is not compiled", "bench.py", "        mixer.compile()\n", "        pass\n",
+     "test_compile_compiles_what_is_measured"),
+    ("bench: the rule is not compiled", "bench.py", "        omega.compile_chunks()\n", "        pass\n", "test_compile_compiles_what_is_measured"),
     ("FLOPs of the recurrence's products", "bench.py", "omega.recur, omega.Recurrence.apply", "omega.recur, omega.recur",
      "test_step_flops_are_those_of_any_device"),
     ("a bench keeps its records to itself", "bench.py", "        self.save()\n", "", "test_a_bench_that_is_cut_short_leaves_its_records"),
