@@ -781,7 +781,7 @@ def train(model, optimizers, run, tc, splits, device, dtype, recorded=None):
                     set_aside(out)
                 begin_log(out / "log.csv", first)
                 if norm > 1000 * max(1.0, tc.grad_clip):
-                    say(f"warning: the first gradient's norm is {norm:.1e}; clipped it is noise: with Newton-Schulz lower --max-step or raise --chunk")
+                    say(f"warning: the first gradient's norm is {norm:.1e}, which is noise; with Newton-Schulz lower --max-step or raise --chunk")
             val, over = None, progress(step, earlier + time.perf_counter() - began, tc)
             if step % tc.eval_every == 0 or over >= 1:
                 val = evaluate(model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
