@@ -3700,6 +3700,17 @@ def test_the_last_step_is_an_end(text, tmp_path, capsys):
     assert go(text, tmp_path, "--steps", 2, "--stop-after", 2) == 0 and "done: atlas" in capsys.readouterr().out
 
 
+def test_a_long_end_is_announced(trained, monkeypatch, capsys):
+    """`eta 0m00s`, and then minutes of silence: a trial of two steps has a whole validation split to read."""
+    ckpt = train.load_checkpoint(trained)
+    model, tokenizer = train.rebuild(ckpt)
+    tc = replace(train.TrainConfig(**ckpt["train"]), out=str(trained), sample_tokens=1)          # steps of 2 x 16 tokens
+    monkeypatch.setattr(train, "report", lambda *_: 1.0)
+    for seconds, long in ((5.9, ""), (6.1, " (about 1m01s; Ctrl-C ends it, all is saved)")):     # of ten steps, for 320 tokens; to read are 2 x 4,800
+        train.finish(model, dict(step=10, seconds=seconds, data=ckpt["data"]), tc, (None, np.zeros(4800, int)), tokenizer, CPU, torch.float32)
+        assert f"4,800 tokens in windows of 16{long}:\n" in capsys.readouterr().out
+
+
 def test_clock_by_hand():
     """1m1s is read as a minute and ten."""
     assert [train.clock(s) for s in (0, 9.9, 61, 3600)] == ["0m00s", "0m09s", "1m01s", "60m00s"]
@@ -6908,6 +6919,8 @@ MUTANTS = [
     ("tokens/s with validations", "train.py", "busy + time.perf_counter() - tick", "time.perf_counter() - began", "test_lines_of_a_run_by_hand"),
     ("eta of a run that began at 0", "train.py", "* elapsed / (step - first)", "* elapsed / step", "test_lines_of_a_run_by_hand"),
     ("eta by minutes as seconds", "train.py", "min(eta, 60 * tc.minutes", "min(eta, tc.minutes", "test_lines_of_a_run_by_hand"),
+    ("a long end is no news", "train.py", "all is saved)\" if eta > 60 else", "all is saved)\" if False else", "test_a_long_end_is_announced"),
+    ("half of the end", "train.py", "eta = 2 * len(val)", "eta = len(val)", "test_a_long_end_is_announced"),
     ("seconds of one figure", "train.py", "{int(seconds) % 60:02d}s", "{int(seconds) % 60}s", "test_clock_by_hand"),
     ("to go on at the end", "train.py", '"eval.py --ckpt" if over >= 1 else', '"eval.py --ckpt" if False else', "test_lines_of_a_run_by_hand"),
     ("a folder that the shell cuts", "train.py", "to go on: python {go_on} {shlex.quote(tc.out)}", "to go on: python {go_on} {tc.out}", "test_lines_of_a_run_by_hand"),

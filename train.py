@@ -844,8 +844,10 @@ def finish(model, run, tc, splits, tokenizer, device, dtype):
     """What the best weights make of the whole validation split, memory reset at each window and carried; a sample."""
     ckpt = load_checkpoint(tc.out)
     model.load_state_dict(ckpt["model"])
-    val = splits[1]
-    say(f"\nbest step {ckpt['step']} on the whole validation split, {len(val):,} tokens in windows of {tc.seq_len}:")
+    val, trained = splits[1], run["step"] * tc.batch_size * tc.grad_accum * tc.seq_len
+    eta = 2 * len(val) * run["seconds"] / (3 * trained)       # forward alone is a third of a step, and there are two passes
+    long = f" (about {clock(eta)}; Ctrl-C ends it, all is saved)" if eta > 60 else ""
+    say(f"\nbest step {ckpt['step']} on the whole validation split, {len(val):,} tokens in windows of {tc.seq_len}{long}:")
     loss = report(model, tokenizer, val, tc.seq_len, tc.batch_size, dtype)
     if not math.isfinite(loss):
         raise Halt(f"the best validation loss is {loss}: the weights have diverged; lower --lr or --muon-lr")
