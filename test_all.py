@@ -6162,7 +6162,7 @@ def test_readme_names_only_flags_that_exist():
     known |= {"--no-" + flag[2:] for flag in known}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README + NOTEBOOK)) <= known
     for name in re.findall(r"--model (\S+)", README + NOTEBOOK):
-        assert name.strip("`,.") in models.PRESETS
+        assert name.strip("`,.;") in models.PRESETS
 
 
 def test_readme_choices_stand_in_the_code():
