@@ -11,7 +11,7 @@
     peers    the same work done by other people's code, where it is installed
 
 The contestants of a table take turns, round after round, so that a busy moment of the machine hits all of them. Each
-has run once before its clock starts; that first call, in which torch.compile compiles, is reported apart (first_s).
+has run before its clock starts; that first call, in which torch.compile compiles, is reported apart (first_s).
 Times are medians, +- half the distance of the quartiles; on one CPU thread they are seconds of the processor, so that
 other programs do not count. Memory is the peak of what torch's allocator has handed out during a forward and backward,
 beyond what there was before: weights and inputs do not count. The last line is JSON.

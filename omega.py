@@ -206,7 +206,7 @@ def log(gate):
 
 
 def decay(logs):
-    """log factors (..., c) -> prod factors_{1..t} (..., c, 1), lower triangle of prod factors_{n+1..t} (..., c, c)."""
+    """log factors (..., c) -> prod factors_{1..t} (..., c, 1), lower triangle of prod factors_{s+1..t} (..., c, c)."""
     logs, c = logs.cumsum(-1), logs.shape[-1]
     above = torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1)         # masked before exp, not after:
     return logs[..., None].exp(), (logs[..., None] - logs[..., None, :] + above).exp()           # no 0 * inf in backward

@@ -936,10 +936,11 @@ def warn(given, config, seq_len, unused=()):
     """A line about flags on which nothing depends, as --window of a transformer or those `unused` of the run: an ablation would compare a model
     with itself. A line if Newton-Schulz is not taken as rarely as it was told, and one if what the memory writes is never read.
     """
-    names = [flag("no_" * (value is False) + name) for name, value in given.items() if name in {*idle(config), *unused}]
+    nothing = idle(config)
+    names = [flag("no_" * (value is False) + name) for name, value in given.items() if name in {*nothing, *unused}]
     if names:
         say(f"warning: nothing in this run depends on {', '.join(names)}")
-    every = 0 if "muon_every" in idle(config) else config.rule().muon_every
+    every = 0 if "muon_every" in nothing else config.rule().muon_every
     if every and given.get("muon_every", 0) > every:
         say(f"warning: --muon-every {given['muon_every']} acts as {every}, for Newton-Schulz sees at most a --chunk")
     if every > 1 and seq_len + config.persistent * (config.wiring in ("mag", "mal")) <= every:
@@ -976,8 +977,7 @@ def launch(given):
     run = {key: ckpt[key] for key in ("step", "best", "seconds")} if ckpt else dict(step=0, best=math.inf, seconds=0.0)
     run.update(preset=tc.model, config=asdict(model.config), train=asdict(tc), tokenizer=tokenizer.state(), data=data)
     describe(tc, model, device, dtype, tokenizer, splits, data["used"])
-    unused = dict(muon_lr=tc.optimizer != "muon", bpe_size=tokenizer.kind != "bpe")
-    warn(given, model.config, tc.seq_len, [name for name, is_so in unused.items() if is_so])
+    warn(given, model.config, tc.seq_len, ["muon_lr"] * (tc.optimizer != "muon") + ["bpe_size"] * (tokenizer.kind != "bpe"))
     optimizers = make_optimizers(model, tc)
     if ckpt:
         restore(ckpt, optimizers, device)
