@@ -10,7 +10,7 @@ products over 300 TFLOP/s if that takes longer, are a bound on time, for 8 x 409
 for its backward, without --remat, and the peak the most that it holds in between; of other batches, in proportion. (It runs on a CPU, with a
 quarter of these tokens; so the first chunk, which finds no W yet, counts four times: of chunks of 256 that is 4 % too little. SDPA is not counted.
 The time to compile is that of the first step less the second's.) Needs a build of torch for CUDA and its Triton, but no GPU; written for torch
-2.15, whose insides it uses.
+2.14 and 2.15, whose insides it uses.
 """
 import argparse
 import copy
@@ -29,6 +29,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import torch
 import torch._inductor.config
+import torch._inductor.scheduler
 from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
@@ -195,6 +196,7 @@ def main():
     triton_helpers.set_driver_to_gpu = lambda: None           # every kernel's source asks for the one that is active
     torch._refs._strength_reduce_integer = lambda n: torch.int32                 # a CPU has no arange of 16 bits
     DeviceProperties.create = classmethod(lambda cls, device: cls(type="cuda", index=0, cc=90, **H200))
+    torch._inductor.scheduler.has_triton = lambda *_: True     # torch 2.14 asks the device, by a name of its own
     driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_device_interface=lambda: torch.cuda))
     preset = args.pop("model")
     args |= {} if args.pop("momentum") else dict(momentum=False)
