@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")   # or torch's profiler talks on stderr
 import torch
@@ -211,11 +212,8 @@ def layer_runs(bench, layer, batch, T, width, name=""):
 def slow(run, rule):
     """The same run with `rule` in the place of omega.omega: the token-by-token definition, or the formulas of the chunk form."""
     def reference():
-        fast, omega.omega = omega.omega, rule
-        try:
+        with patch.object(omega, "omega", rule):
             run()
-        finally:
-            omega.omega = fast
     return reference
 
 
@@ -422,12 +420,9 @@ def step_flops(config, T, device):
             with sdpa_kernel(SDPBackend.MATH):  # neither compiled nor fused kernels are counted
                 model.loss(tokens, tokens).backward()
         return counter.get_total_flops()
-    by_products, omega.recur = omega.recur, omega.Recurrence.apply
-    try:
+    with patch.object(omega, "recur", omega.Recurrence.apply):
         one = counted(1)
         return one + (config.n_layer - 1) * (counted(2) - one) if config.n_layer > 1 else one
-    finally:
-        omega.recur = by_products
 
 
 def step_run(bench, config, tc, ids):

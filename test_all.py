@@ -6884,7 +6884,7 @@ MUTANTS = [
     ("bench: a layer of attention is not compiled", "bench.py", "        mixer.compile()\n", "        pass\n",
      "test_compile_compiles_what_is_measured"),
     ("bench: the rule is not compiled", "bench.py", "        omega.compile_chunks()\n", "        pass\n", "test_compile_compiles_what_is_measured"),
-    ("FLOPs of the recurrence's products", "bench.py", "omega.recur, omega.Recurrence.apply", "omega.recur, omega.recur",
+    ("FLOPs of the recurrence's products", "bench.py", 'patch.object(omega, "recur", omega.Recurrence.apply)', 'patch.object(omega, "recur", omega.recur)',
      "test_step_flops_are_those_of_any_device"),
     ("a bench keeps its records to itself", "bench.py", "        self.save()\n", "", "test_a_bench_that_is_cut_short_leaves_its_records"),
     ("compile time counts as often as there are rounds", "bench.py", "- began + rounds * a_round > seconds:", "- began + rounds * (now(device) - began) > seconds:",
