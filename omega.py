@@ -235,11 +235,11 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
     heads = lambda a: a.expand(B, *a.shape[-3:]).flatten(0, 1)                   # (B, H, ..) or (H, ..) -> (N, ..)
     W, zeros = [heads(a) for a in state.W], [heads(torch.zeros_like(a)) for a in state.W]
     M0, S, sums = ([heads(a) for a in group] or zeros for group in (state.M0, state.S, state.sums))
-    ys = []
+    zs = []                                                   # what the last matrix produces
     for first in range(0, T, c):
         now, seen = slice(first, first + c), slice(first, first + c + w - 1)     # c tokens learn from n = c + w - 1 pairs
         keep, step, mom = (heads(a[:, :, now, None]) for a in (gates.keep, gates.step, momentum))                  # (N, c, 1)
-        Gate, cq, cxq = (heads(a[:, :, now]) for a in (gate, q, xq))             # (N, c, window), (N, c, D), phi(q) (N, c, E)
+        Gate, cxq = heads(gate[:, :, now]), heads(xq[:, :, now])                 # (N, c, window), phi(q) (N, c, E)
         anchor = memory.pack([a + b for a, b in zip(M0, W)])
         pairs, _ = memory.gradients(rule.memory, rule.loss, anchor, heads(xk[:, :, seen]), heads(targets[:, :, seen]), rule.norm)
         pairs = memory.unpacked_pairs(rule.memory, pairs)     # x_i (N, n, in), d_i (N, n, out) of each matrix; all at the anchor, Eq 16
@@ -258,7 +258,7 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
                 x, d = pairs[i]
                 return rows @ M0[i] + keepprod * (rows @ W[i]) + u * (rows @ S[i]) + (P * (rows @ x.mT)) @ d
 
-            ys.append(answer(rule, cxq, cq, read))
+            zs.append(through_layers(rule.memory, cxq, read))
             W = [keepprod[:, -1:] * a + b for a, b in zip(W, written(u[:, -1:], P[:, -1]))]
         else:
             for j in range(0, c, m):                          # blocks of m tokens with one O each
@@ -271,21 +271,21 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
                 def read(i, rows):                            # r_t W_t of the i-th matrix
                     return rows @ M0[i] + since * (rows @ W[i]) + own * (rows @ O[i])
 
-                ys.append(answer(rule, cxq[:, block], cq[:, block], read))
+                zs.append(through_layers(rule.memory, cxq[:, block], read))
                 W = [since[:, -1:] * a + own[:, -1:] * o for a, o in zip(W, O)]
         S, W = written(momprod[:, -1:], G[:, -1]), rule.bound(W)                 # choice 22
 
-    groups = [torch.cat(ys, 1)], W, S if state.S else [], sums if m > 1 else []
-    (y,), W, S, sums = (tuple(a.unflatten(0, (B, -1)) for a in group) for group in groups)
+    groups = [torch.cat(zs, 1)], W, S if state.S else [], sums if m > 1 else []
+    (z,), W, S, sums = (tuple(a.unflatten(0, (B, -1)) for a in group) for group in groups)
     k, v = (tail(a, max(T, missing), T) for a in (ks, vs))
-    return y, State(state.M0, W, S, W, (), sums, k, v, None, 0)
+    return memory.output(rule.memory, z, q, rule.norm), State(state.M0, W, S, W, (), sums, k, v, None, 0)
 
 
-def answer(rule, x, r, read):
-    """memory.apply, where read(i, rows) is what rows read of the i-th matrix."""
-    if rule.memory != "linear":                               # Eq 42, 43
-        x = memory.hidden(rule.memory, torch.cat([read(i, x) for i in range(memory.firsts(rule.memory))], -1))
-    return memory.output(rule.memory, read(-1, x), r, rule.norm)
+def through_layers(kind, x, read):
+    """What the last matrix of a memory produces, layer by layer as in memory.apply: read(i, rows) is what rows read of the i-th matrix."""
+    if kind != "linear":                                      # Eq 42, 43
+        x = memory.hidden(kind, torch.cat([read(i, x) for i in range(memory.firsts(kind))], -1))
+    return read(-1, x)
 
 
 def write_keys(rule, state, q, k, ks):
@@ -610,11 +610,9 @@ def pairs_chunk(rule, part, gate, M0, W, anchor):
         y = part.coef[..., 0] * (rows @ W[i]) + weights.flatten(1, 2).mT @ KD[i].flatten(1, 2)
         return y + rows @ M0[i] if M0 else y
 
-    rows = part.xq
-    if kind != "linear":
-        rows = memory.hidden(kind, torch.cat([read(i, rows) for i in range(memory.firsts(kind))], -1))
+    z = through_layers(kind, part.xq, read)
     by_pair = lambda a: sum(F.pad(row, (0, 0, j, w - 1 - j)) for j, row in enumerate(a.unbind(2)))             # (N, c, w, ..) -> (N, n, ..)
-    return read(-1, rows), [part.ends[..., 0] * a + x.mT @ by_pair(part.last * kd) for a, x, kd in zip(W, xs, KD)]
+    return z, [part.ends[..., 0] * a + x.mT @ by_pair(part.last * kd) for a, x, kd in zip(W, xs, KD)]
 
 
 class Blocks(torch.autograd.Function):
