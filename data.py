@@ -20,6 +20,7 @@ import sys
 import tempfile
 import urllib.request
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -210,7 +211,9 @@ def _shakespeare(path):
              f"(for Shakespeare, put it at {path})")
         return _pydoc(), "pydoc"
     try:
-        _save(path, data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_bytes(data)
         _say(f"data: downloaded tiny Shakespeare to {path}")
     except OSError as error:                            # a read-only folder is no reason not to train
         _say(f"data: downloaded tiny Shakespeare, but could not keep it at {path}: {error.strerror}")
@@ -226,12 +229,12 @@ def _download():
     return data
 
 
-def _save(path, data):
-    """Write beside the target and rename, so that neither a crash nor a second process leaves half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def replacing(path):
+    """A name beside `path` to write to, renamed to it at the end: neither a crash nor a second process leaves half a file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(data)
+        yield temporary
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

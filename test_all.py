@@ -2769,7 +2769,8 @@ def test_shakespeare_cut_off_while_writing(tmp_path, monkeypatch):
     """A crash between writing and renaming must leave no half file under the final name, and no rubbish."""
     monkeypatch.setattr(os, "replace", lambda a, b: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        data._save(tmp_path / "shakespeare.txt", b"To be")
+        with data.replacing(tmp_path / "shakespeare.txt") as temporary:
+            temporary.write_bytes(b"To be")
     assert os.listdir(tmp_path) == []
 
 
@@ -6709,7 +6710,7 @@ MUTANTS = [
     ("a text that was cut", "data.py", 'error.reason == "unexpected end of data"', "False", "test_a_text_that_was_cut_within_a_character"),
     ("-- is an empty list", "data.py", 'if arg_strings != ["--"] or', "if True or", "test_two_dashes_are_a_value"),
     ("lines wait in a buffer", "train.py", "print(text, flush=True)", "print(text)", "test_lines_arrive_when_they_are_said"),
-    ("every process saves", "train.py", "    if rank():\n        return\n    tmp =", "    tmp =", "test_one_process_saves"),
+    ("every process saves", "train.py", "    if rank():\n        return\n    with writing", "    with writing", "test_one_process_saves"),
     ("the residual stream grows with its depth", "models.py", "(2 * self.config.n_layer) ** -0.5", "2 ** -0.5", "test_starting_values_by_hand"),
     ("a tied embedding starts large", "models.py", "std=0.02 if self.config.tie else 1.0", "std=1.0", "test_starting_values_by_hand"),
     ("samples with dropout", "train.py", "model.eval().generate(", "model.generate(", "test_writing_is_without_dropout"),
@@ -7188,7 +7189,7 @@ MUTANTS = [
     ("a log's first column has a byte order mark", "train.py", 'path.read_text("utf-8-sig", "replace")', 'path.read_text("utf-8", "replace")',
      "test_a_damaged_log_is_no_reason_not_to_go_on"),
     ("a number too long for int", "train.py", " and len(a) < 19", "", "test_a_damaged_log_is_no_reason_not_to_go_on"),
-    ("a full disk without a name", "train.py", "    with writing(path):\n        try:\n            tmp.write", "    with nullcontext():\n        try:\n            tmp.write",
+    ("a full disk without a name", "train.py", "    with writing(path), replacing(path) as tmp:", "    with replacing(path) as tmp:",
      "test_a_full_disk_is_said_of_the_log"),
     ("a full disk without a name, later", "train.py", 'with writing(out / "log.csv"), open', "with open", "test_a_disk_that_fills_during_a_run"),
     ("the log is file number 2", "train.py", "os.O_RDWR)) <= 2:", "os.O_RDWR)) < 0:", "test_closed_streams_are_no_files"),

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from data import KINDS, Parser, UserError, batch, make_tokenizer, read, streams, tokenizer_from_state, windows
+from data import KINDS, Parser, UserError, batch, make_tokenizer, read, replacing, streams, tokenizer_from_state, windows
 from models import LM, PRESETS, SIZES, Config, check, detach, flag, idle, opt
 from muon import exact_products, newton_schulz
 
@@ -200,16 +200,10 @@ def save_checkpoint(path, run, model, optimizers):
                  optimizers=[o.state_dict() for o in optimizers])
     if rank():
         return
-    tmp = path.with_name(f"{path.name}.{os.getpid()}.tmp")    # another run's, should it have the same --out, is another
-    with writing(path):
-        try:
-            with open(tmp, "wb") as f:
-                torch.save(state, f)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(tmp, path)
-        finally:
-            tmp.unlink(missing_ok=True)
+    with writing(path), replacing(path) as tmp, open(tmp, "wb") as f:
+        torch.save(state, f)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 @contextmanager
@@ -748,13 +742,8 @@ def begin_log(path, step):
     number = lambda a: int(a) if a.isdecimal() and len(a) < 19 else math.inf
     rows = [dict(zip(head, row)) for row in rows if len(row) == len(head) and number(row[0]) <= step]
     rows = [[row.get(name, "") for name in COLUMNS] for row in rows]
-    tmp = path.with_name(path.name + ".tmp")
-    with writing(path):
-        try:
-            tmp.write_text("".join(",".join(row) + "\n" for row in [COLUMNS, *rows]))
-            os.replace(tmp, path)
-        finally:
-            tmp.unlink(missing_ok=True)
+    with writing(path), replacing(path) as tmp:
+        tmp.write_text("".join(",".join(row) + "\n" for row in [COLUMNS, *rows]))
 
 
 def clock(seconds):
