@@ -162,9 +162,14 @@ def flat(S):
     return S.reshape(-1, *S.shape[-2:])
 
 
+def tall(S):
+    """Has S more rows than columns? Then the iteration is on S^T: the Gram matrix of the short side is the smaller one."""
+    return S.shape[-2] > S.shape[-1]
+
+
 def short(S):
     """S, or S^T, with no more rows than columns."""
-    return S.mT if S.shape[-2] > S.shape[-1] else S
+    return S.mT if tall(S) else S
 
 
 def with_product(y, A, B, beta=1.0, alpha=1.0):
@@ -188,7 +193,7 @@ def iterate(S, steps, a, b, c, straight_through, dtype):
         saved += [] if straight_through else [X, G, P]
         X = with_product(X, P, X, a)                          # a X + P X
     X = X.to(S.dtype)
-    return [X.mT if S.shape[-2] > S.shape[-1] else X], saved
+    return [X.mT if tall(S) else X], saved
 
 
 def iterate_backward(S, saved, dX, steps, a, b, c, straight_through):
@@ -204,19 +209,19 @@ def iterate_backward(S, saved, dX, steps, a, b, c, straight_through):
             dP = doubled(torch.bmm(D, X.mT))
             dG = doubled(with_product(dP, dP, G, b / 2, c))   # b dP + c (dP G + G dP)
             D = with_product(with_product(D, P, D, a), dG, X)
-        dX = (D.mT if S.shape[-2] > S.shape[-1] else D).to(S.dtype)
+        dX = (D.mT if tall(S) else D).to(S.dtype)
     start = S * scale
     return [scale * (dX - start * (start * dX).sum((-2, -1), keepdim=True))]     # through the norm
 
 
 def inner(S, X):
     """S X^T on the short side of S: (s, s)."""
-    return torch.bmm(S.mT, X) if S.shape[-2] > S.shape[-1] else torch.bmm(S, X.mT)
+    return torch.bmm(S.mT, X) if tall(S) else torch.bmm(S, X.mT)
 
 
 def times(R, S, into=None):
     """R S on the short side of S, for a symmetric R; added to `into`, in its place, if that is given."""
-    a, b = (S, R) if S.shape[-2] > S.shape[-1] else (R, S)
+    a, b = (S, R) if tall(S) else (R, S)
     return torch.bmm(a, b) if into is None else add_product(into, a, b)
 
 
