@@ -404,7 +404,7 @@ def muon_learn(how, part, M0, fast, anchor):
     new, ns = seen, []
     if seen[0].shape[1]:
         with exact(rule, part.G.device):
-            new, ns = orthogonalize(seen, *rule.newton_schulz(), rule.ns_gram)
+            new, ns = orthogonalize(seen, *rule.ns_args(), rule.ns_gram)
     if O:
         new = [torch.cat([old[:, None], o], 1) for old, o in zip(O, new)]
     if not W and new[0].shape[1] > 1:
@@ -943,7 +943,7 @@ def muon_learn_backward(how, part, learned, again, held, dheld, dfast):
         dO, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     if count:
         with exact(rule, G.device):
-            new = orthogonalize_backward(seen, ns, new, *rule.newton_schulz(), rule.ns_gram)
+            new = orthogonalize_backward(seen, ns, new, *rule.ns_args(), rule.ns_gram)
     if rule.muon_every > 1 and not dO:                        # else NS of the sums before it
         dbefore, new = [d[:, 0] for d in new], [d[:, 1:] for d in new]
     drows = [torch.cat(ds, 1) for ds in zip(new, *([d[:, None] for d in ds] for ds in (dsums, dS) if ds))]

@@ -74,8 +74,8 @@ class Rule(NamedTuple):
     ns_gram: bool = True                                      # Newton-Schulz on Gram matrices, where that pays and products are exact
     dtype: torch.dtype | None = None                          # of the products of `omega` and what they multiply: bfloat16 (or float16)
 
-    def newton_schulz(self):
-        """The arguments of Newton-Schulz."""
+    def ns_args(self):
+        """How muon.py is to take Newton-Schulz: its arguments after the matrices."""
         return self.ns_steps, self.ns_coefficients, self.straight_through, self.ns_dtype
 
     def bound(self, W):
@@ -164,7 +164,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             return memory.apply(rule.memory, W, x, r, rule.norm)
 
         def NS(S):
-            return newton_schulz_ref(S, *rule.newton_schulz())
+            return newton_schulz_ref(S, *rule.ns_args())
 
         ys = []
         for t in range(len(q)):
@@ -264,7 +264,7 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
             for j in range(0, c, m):                          # blocks of m tokens with one O each
                 block, before = slice(j, j + m), sums
                 sums = written(momprod[:, block].sum(1, keepdim=True), G[:, block].sum(1))        # S_t, summed over the block
-                O = [newton_schulz_ref(a, *rule.newton_schulz()) for a in (sums if m == 1 else before)]           # Eq 40; choice 15
+                O = [newton_schulz_ref(a, *rule.ns_args()) for a in (sums if m == 1 else before)]           # Eq 40; choice 15
                 since, A = decay(log(keep[:, block, 0]))      # Eq 32: W_t = since_t W_j + own_t O_j, from W_j before the block on
                 own = -A @ step[:, block]                     # (N, m, 1), as `since`, the product of keep from the block's first token to t
 
