@@ -515,6 +515,13 @@ def pieces(T, pos, chunk, numbers, device):
     return [end - start for start, end in zip([0, *ends], ends)]
 
 
+def cuts(T, pos, chunk):
+    """T tokens, the first `pos` tokens into a chunk, as runs of (length, count): count stretches of `length` tokens each."""
+    head = min(T, -pos % chunk)
+    whole, rest = divmod(T - head, chunk)
+    return [(n, c) for n, c in ((head, 1), (chunk, whole), (rest, 1)) if n * c]
+
+
 def chunked(rule, phi, q, k, v, gates, state):
     """omega, of one piece, where products have the precision they are to have."""
     # idle pairs, of weight 0, in front: products with a multiple of 8 columns are faster (a chunk by 3 - 7 %)
@@ -690,10 +697,3 @@ def compile_chunks(**options):
     for module, name in COMPILED:
         f = getattr(module, name)
         setattr(module, name, torch.compile(getattr(f, "_torchdynamo_orig_callable", f), **options))
-
-
-def cuts(T, pos, chunk):
-    """T tokens, the first `pos` tokens into a chunk, as runs of (length, count): count stretches of `length` tokens each."""
-    head = min(T, -pos % chunk)
-    whole, rest = divmod(T - head, chunk)
-    return [(n, c) for n, c in ((head, 1), (chunk, whole), (rest, 1)) if n * c]
