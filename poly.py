@@ -39,7 +39,7 @@ def monomial_table(dim, degree):
     return torch.tensor(degrees, device="cpu"), torch.tensor([math.factorial(n) / r for n, r in zip(degrees, repeats)], device="cpu")
 
 
-class Pairs(torch.autograd.Function):
+class Degree2(torch.autograd.Function):
     """Monomials of degree 2 as gathers, for torch.compile and for few tokens: x_i x_j scale[its degree] root for i <= j.
 
     (..., n, T) -> (..., E, T), n = 1 + D, as Monomials, to the bit.
@@ -191,7 +191,7 @@ class Features(nn.Module):
         how = s, self.degrees, self.multinomial.sqrt()
         few = x.shape[-1] <= 16 and not torch.is_grad_enabled()                  # text being generated: there each call counts
         if self.degree == 2 and (few or torch.compiler.is_compiling()):
-            return Pairs.apply(x, *how).mT
+            return Degree2.apply(x, *how).mT
         return Monomials.apply(x, *how, self.degree).mT
 
     def inner(self, x, y):

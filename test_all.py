@@ -56,7 +56,7 @@ import train
 from memory import LOSSES, MEMORIES
 from muon import COEFFICIENTS, newton_schulz, newton_schulz_ref
 from omega import Gates, Rule, State, omega, omega_chunk, omega_ref, start, total
-from poly import FEATURES, Features, Pairs, features_dim
+from poly import FEATURES, Degree2, Features, features_dim
 
 
 CPU = torch.device("cpu")
@@ -913,7 +913,7 @@ WRITTEN_OUT = {                                               # every autograd.F
     "Unit": models.unit,
     "ShortConv": lambda x: models.ShortConv.apply(x[0, :, :2], x[0], x[0, 0, :3]),
     "Monomials": lambda x: Features("monomial", 3, 3).double()(x),
-    "Pairs": lambda x: Pairs.apply(x, torch.ones(3).double(), torch.zeros(15, dtype=torch.long), torch.ones(15).double()),
+    "Degree2": lambda x: Degree2.apply(x, torch.ones(3).double(), torch.zeros(15, dtype=torch.long), torch.ones(15).double()),
     "NewtonSchulz": newton_schulz,
     "Recurrence": lambda x: omega_module.Recurrence.apply(x[..., 0].sigmoid(), x)[0],
     "Chunks": lambda x: omega(Rule("linear", "l2", 1, 2), Features("none", 3), x, x, x, Gates(*[x[..., 0].sigmoid()] * 3, x[..., :1]),
