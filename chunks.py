@@ -153,8 +153,8 @@ def write(X, D, last, tall, out=None):
     return torch.bmm(a, b) if out is None else memory.product_to(out, a, b)
 
 
-def written(part, pairs):
-    """What `write` has for the x of each matrix: those of the pairs, but for the first one's if the Part has others, of `exp` features."""
+def rows_to_write(part, pairs):
+    """The X of `write` for each matrix: that of its pairs, but for the first matrix `part.xw`, if there is one (`exp` features)."""
     return [x if i or part.xw is None else part.xw for i, (x, _) in enumerate(pairs)]
 
 
@@ -226,7 +226,7 @@ def learn_chunk(how, part, M0, C, anchor, after):
     W = gradient_point(how, M0, anchor or [c[:, 0] for c in C], len(part.v))
     pairs, (z, f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)        # Eq 16: all at the anchor
     balls, ends = [], [in_own_precision(part, a, torch.empty_like) for a in after]
-    for i, (x, (_, d), end) in enumerate(zip(written(part, pairs), pairs, ends)):
+    for i, (x, (_, d), end) in enumerate(zip(rows_to_write(part, pairs), pairs, ends)):
         write(x, d, part.last, tall[i], end.flatten(1, 2))
         if C:
             carry(end, C[i], part.ends, part.across)
@@ -785,7 +785,7 @@ def read_chunks_backward(how, part, grads, W, saved, C, M0, zq, RX, reads, dz):
         else:
             dxk = [(dRX, rows)]
     put(grads, xq=drows, qk=dqk, P=dP, coef=dcoef)
-    rows = [scaled(d if t else x, part.last) for x, (_, d), t in zip(written(part, again.pairs), again.pairs, tall)]
+    rows = [scaled(d if t else x, part.last) for x, (_, d), t in zip(rows_to_write(part, again.pairs), again.pairs, tall)]
     return dM0, dd, da, again, rows, dC, dxk
 
 
@@ -833,7 +833,7 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
         memory.product_to(merged(d[:count]).flatten(1, 2), *factors.pop(0))
     dM0 = [of_heads(d, m) for d, m in zip(dM0, M0)]
 
-    writes = written(flat, again.pairs)
+    writes = rows_to_write(flat, again.pairs)
     learned = separate(Learned(again, writes, rows, balls, dd, da), count)
     dvs, rest = grads.v.unbind(0), []
     for j in reversed(range(count)):
