@@ -627,7 +627,7 @@ def put(grads, **fields):
     for name, value in fields.items():
         to = getattr(grads, name)
         if to is not None:
-            to.zero_() if value is None else to.copy_(value if value.shape == to.shape else value.view_as(to))
+            to.zero_() if value is None else to.copy_(value.view_as(to))
 
 
 def put_products(to, pairs, start=None):
