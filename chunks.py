@@ -270,12 +270,12 @@ def plain_chunks(how, parts, M0, C, anchor, kept=None):
         a[0] = b
     if kept is not None:
         kept.append(Cs)
-    y, ones, starts = parts.v.new_empty(N, count, c, D).transpose(0, 1), parts.split(), repeated(how, M0, N, longest(cuts))
+    y, starts = parts.v.new_empty(N, count, c, D).transpose(0, 1), repeated(how, M0, N, longest(cuts))
     for now in cuts:
         at, size = now.start if kept is not None else 0, now.stop - now.start    # without a gradient to come, all stretches share the room of one
         zero = alone and not now.start                        # W and S before this stretch, then of one chunk: no products with them
         part, learned, slots = parts.each(lambda a: a[now]), [], list(zip(*(a[at:].unbind(0) for a in Cs)))
-        for j, one in enumerate(ones[now]):
+        for j, one in enumerate(part.split()):
             before = [] if zero else slots[j]
             if how.rule.dtype:                                # C itself goes on in its own precision; what is kept of it is half as much to read
                 C, saved = learn_chunk(how, one, M0, C, anchor or [w[:, 0] for w in before], slots[j + 1])
@@ -814,8 +814,8 @@ def room_for_dC(how, part, C, dafter):
     return room, slots, [merged(d[1:]) for d in room], dafter
 
 
-def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, starts, C, anchor):
-    """The gradient of one stretch of chunks (`part`, one by one in `ones`) -> those of M0, of C before it, of the anchor.
+def plain_stretch_backward(how, part, grads, kept, balls, dy, dafter, M0, starts, C, anchor):
+    """The gradient of one stretch of chunks -> those of M0, of C before it, of the anchor.
 
     What was read, of all chunks at once; what each has learned, from the last to the first; the rest of that, at once again.
     starts: M0 `repeated`, for as many chunks or more. Those of part are written to `grads`; dafter, that of C after the stretch, before the
@@ -835,7 +835,7 @@ def plain_stretch_backward(how, part, ones, grads, kept, balls, dy, dafter, M0, 
 
     writes = rows_to_write(flat, again.pairs)
     learned = separate(Learned(again, writes, rows, balls, dd, da), count)
-    dvs, rest = grads.v.unbind(0), []
+    ones, dvs, rest = part.split(), grads.v.unbind(0), []
     for j in reversed(range(count)):
         dafter, dv, dW, *more = learn_chunk_backward(how, ones[j], learned[j], own, slots[j], dafter, slots[j + 1])
         dvs[j].copy_(dv)
@@ -875,7 +875,7 @@ def plain_chunks_backward(how, parts, grads, kept, dy, dafter, M0, C, anchor):
         dafter = [torch.zeros_like(c[-1], dtype=parts.ends.dtype) if d is None else d.clone() for c, d in zip(Cs, dafter)]
     else:
         dafter = ()
-    cuts, dM0, ones, N = stretches(parts, C or M0, not C), [None] * len(M0), parts.split(), parts.v.shape[1]
+    cuts, dM0, N = stretches(parts, C or M0, not C), [None] * len(M0), parts.v.shape[1]
     starts, balls = repeated(how, M0, N, longest(cuts)), [torch.cat(a) for a in zip(*(of_stretch(how, one)[3] for one in kept))]
     for d, ball in zip(dafter, balls):
         d[:, 0].mul_(ball[-N:])
@@ -884,7 +884,7 @@ def plain_chunks_backward(how, parts, grads, kept, dy, dafter, M0, C, anchor):
     for now, one in reversed(list(zip(cuts, kept))):
         before = [c[now] for c in Cs] if C or now.start else []
         more, dafter, danchor = plain_stretch_backward(
-            how, parts.each(lambda a: a[now]), ones[now], grads.each(lambda a: a[now]), one,
+            how, parts.each(lambda a: a[now]), grads.each(lambda a: a[now]), one,
             [ball[N * now.start: N * now.stop] for ball in balls], dy[now], dafter, M0, starts, before, anchor)
         dM0 = [b if a is None else a.add_(b) for a, b in zip(dM0, more)]
     return dM0, dafter, danchor
