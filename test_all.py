@@ -7191,7 +7191,7 @@ MUTANTS = [
     ("a number too long for int", "train.py", " and len(a) < 19", "", "test_a_damaged_log_is_no_reason_not_to_go_on"),
     ("a full disk without a name", "train.py", "    with writing(path), replacing(path) as tmp:", "    with replacing(path) as tmp:",
      "test_a_full_disk_is_said_of_the_log"),
-    ("a full disk without a name, later", "train.py", 'with writing(out / "log.csv"), open', "with open", "test_a_disk_that_fills_during_a_run"),
+    ("a full disk without a name, later", "train.py", 'with writing(path), open(path, "a")', 'with open(path, "a")', "test_a_disk_that_fills_during_a_run"),
     ("the log is file number 2", "train.py", "os.O_RDWR)) <= 2:", "os.O_RDWR)) < 0:", "test_closed_streams_are_no_files"),
     ("a process that waited for another, in a traceback", "train.py", 'or "Connection " in str(fault))', ")", "test_another_process_has_ended"),
     ("done, with a loss of nan", "train.py", "    if not math.isfinite(loss):\n        raise Halt(f\"the best", "    if False:\n        raise Halt(f\"the best",

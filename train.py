@@ -750,6 +750,17 @@ def clock(seconds):
     return f"{int(seconds) // 60}m{int(seconds) % 60:02d}s"
 
 
+def log_step(tc, run, loss, val, norm, lr, speed, eta):
+    """A row of log.csv, and a line on stdout. val: None without a validation; speed: tokens a second; eta: seconds that are left."""
+    step, path = run["step"], Path(tc.out, "log.csv")
+    if rank() == 0:
+        row = step, f"{loss:.6f}", "" if val is None else f"{val:.6f}", f"{norm:.4f}", f"{lr:.3g}", f"{speed:.0f}", f"{run['seconds']:.1f}"
+        with writing(path), open(path, "a") as log:
+            log.write(",".join(map(str, row)) + "\n")
+    say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  val {'-' if val is None else f'{val:.4f}':6s}  grad norm {norm:.2f}  "
+        f"lr {lr:.2e}  {speed:,.0f} tokens/s  eta {clock(eta)}")
+
+
 def train(model, optimizers, run, tc, splits, device, dtype, recorded=None):
     """The loop, from run["step"] on -> None when --steps or --minutes are over, the number of the signal that stopped it, 0 for --stop-after.
 
@@ -777,15 +788,9 @@ def train(model, optimizers, run, tc, splits, device, dtype, recorded=None):
             elapsed = time.perf_counter() - began
             run.update(step=step, seconds=earlier + elapsed)
             if val is not None or step % tc.log_every == 0 or step == 1:
-                row = step, f"{loss:.6f}", "" if val is None else f"{val:.6f}", f"{norm:.4f}", \
-                    f"{tc.lr * scale:.3g}", f"{tokens / busy:.0f}", f"{run['seconds']:.1f}"
-                if rank() == 0:
-                    with writing(out / "log.csv"), open(out / "log.csv", "a") as log:
-                        log.write(",".join(map(str, row)) + "\n")
                 eta = (tc.steps - step) * elapsed / (step - first)
-                eta = clock(max(0.0, min(eta, 60 * tc.minutes - run["seconds"])) if tc.minutes else eta)
-                say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  val {'-' if val is None else f'{val:.4f}':6s}  grad norm {norm:.2f}  "
-                    f"lr {tc.lr * scale:.2e}  {tokens / busy:,.0f} tokens/s  eta {eta}")
+                eta = max(0.0, min(eta, 60 * tc.minutes - run["seconds"])) if tc.minutes else eta
+                log_step(tc, run, loss, val, norm, tc.lr * scale, tokens / busy, eta)
                 busy, tokens = 0.0, 0
             if val is not None and val < run["best"]:         # never true of nan
                 run["best"] = val
