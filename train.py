@@ -99,6 +99,7 @@ class TrainConfig:
             raise ValueError(f"--decay-frac must be at most 1, --beta2 below 1, not {self.decay_frac} and {self.beta2}")
 
 
+RUN_FLAGS = {f.name for f in fields(TrainConfig)}             # all others are of the network
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)       # 0.5M tokens a step: App. E
 TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES; tiny: results/README.md
     "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, muon_lr=4e-2, steps=1150, minutes=4.6, eval_every=575),
@@ -146,42 +147,51 @@ def parse(argv=None):
 
 
 def settings(given, ckpt=None, origin=None):
-    """-> TrainConfig, Config: defaults < size < preset < flags. On resume they are the checkpoint's, and a flag that would change the
-    run is refused, not ignored. With an `origin`, the checkpoint of --init, its network takes the place of size and preset, and model, size
-    and tokenizer have to be its own."""
-    names, known, defaults = {f.name for f in fields(TrainConfig)}, ckpt or origin, asdict(TrainConfig()) | asdict(Config())
-    if ckpt:
-        train, config = dict(ckpt["train"]), ckpt["config"]
-        given = {n: v for n, v in given.items() if (n, v) not in (("size", "auto"), ("head_dim", 0))}      # decided when the run began
-        for name, value in given.items():
-            old = {**defaults, **train, **config}[name]       # an older version did not save all of them
-            if name not in FREE and old != value:
-                raise UserError(f"--resume: {flag(name)} is {old!r} in {ckpt['path']}, but {value!r} was given; drop the "
-                                "flag, or start a new run without --resume")
-        train = {n: v for n, v in train.items() if n not in LAUNCH} | {n: v for n, v in given.items() if n in names}
-    else:
-        train = {n: v for n, v in given.items() if n in names and (n, v) != ("size", "auto")}
-        if origin:
-            for name in ("model", "size", "tokenizer", "bpe_size"):
-                was = origin["train"].get(name, getattr(TrainConfig, name))
-                if train.setdefault(name, was) != was:
-                    raise UserError(f"--init: {flag(name)} is {was} in {origin['path']}, but {train[name]} was given; drop the flag")
-        if "size" not in train:
-            train["size"] = "baby" if pick_device(train.get("device", "auto")).type == "cuda" else "tiny"
-        model, size = train.get("model", TrainConfig.model), train["size"]
-        train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES.get(size, {}), **train}
-        if "warmup" not in given:
-            train["warmup"] = min(train["warmup"], train["steps"] // 10)
-        config = {**(origin["config"] if origin else {**SIZES[size], **PRESETS[model]}),
-                  **{n: v for n, v in given.items() if n not in names}}
+    """The flags that were given -> TrainConfig, Config.
+
+    In a new run (`new_settings`) defaults < size < preset < flags; on --resume they are those of `ckpt` (`old_settings`).
+    With --init `origin` is its checkpoint.
+    """
+    train, config = old_settings(given, ckpt) if ckpt else new_settings(given, origin)
     if "steps" in given and "minutes" not in given:           # who asks for steps wants them all
         train["minutes"] = 0.0
+    known = ckpt or origin
     try:
         return TrainConfig(**train), Config(**config)
     except TypeError as fault:                                # a setting that this version does not have
         raise UserError(f"{known['path']} does not fit this version: {fault}") from None
     except ValueError as fault:
         raise UserError(f"{fault} (what was not given is as in {known['path']})" if known else str(fault)) from None
+
+
+def old_settings(given, ckpt):
+    """Those of a checkpoint that a run goes on from; a flag that would change the run is refused, not ignored."""
+    train, config, defaults = ckpt["train"], ckpt["config"], asdict(TrainConfig()) | asdict(Config())
+    given = {n: v for n, v in given.items() if (n, v) not in (("size", "auto"), ("head_dim", 0))}          # decided when the run began
+    for name, value in given.items():
+        old = {**defaults, **train, **config}[name]           # an older version did not save all of them
+        if name not in FREE and old != value:
+            raise UserError(f"--resume: {flag(name)} is {old!r} in {ckpt['path']}, but {value!r} was given; drop the "
+                            "flag, or start a new run without --resume")
+    return {n: v for n, v in train.items() if n not in LAUNCH} | {n: v for n, v in given.items() if n in RUN_FLAGS}, config
+
+
+def new_settings(given, origin):
+    """Those of a new run. With an `origin` its network takes the place of size and preset, and model, size and tokenizer have to be its own."""
+    train = {n: v for n, v in given.items() if n in RUN_FLAGS and (n, v) != ("size", "auto")}
+    if origin:
+        for name in ("model", "size", "tokenizer", "bpe_size"):
+            was = origin["train"].get(name, getattr(TrainConfig, name))
+            if train.setdefault(name, was) != was:
+                raise UserError(f"--init: {flag(name)} is {was} in {origin['path']}, but {train[name]} was given; drop the flag")
+    if "size" not in train:
+        train["size"] = "baby" if pick_device(train.get("device", "auto")).type == "cuda" else "tiny"
+    model, size = train.get("model", TrainConfig.model), train["size"]
+    train = {"warmup": TrainConfig.warmup, "steps": TrainConfig.steps, **TRAIN_SIZES.get(size, {}), **train}
+    if "warmup" not in given:
+        train["warmup"] = min(train["warmup"], train["steps"] // 10)
+    network = origin["config"] if origin else {**SIZES[size], **PRESETS[model]}
+    return train, {**network, **{n: v for n, v in given.items() if n not in RUN_FLAGS}}
 
 
 # ---- checkpoints
