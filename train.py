@@ -614,7 +614,7 @@ def make_optimizers(model, tc):
         adamw, Muon(hidden, lr=tc.muon_lr, weight_decay=tc.weight_decay)]
 
 
-def progress(step, seconds, tc):
+def progress(step, tc, seconds):
     """How much of a run is over before `step`, counted from 0, and after so many seconds: the greater of two fractions, 1 at its end."""
     return max(step / tc.steps, seconds / (60 * tc.minutes) if tc.minutes else 0.0)
 
@@ -622,7 +622,7 @@ def progress(step, seconds, tc):
 def lr_scale(step, tc, seconds=0.0):
     """What the peak rates are multiplied by at `step`, from 0: linear warmup, constant, linear decay to 0 over --steps or --minutes."""
     rise = (step + 1) / tc.warmup if tc.warmup else 1.0
-    fall = max(0.0, 1 - progress(step, seconds, tc)) / tc.decay_frac if tc.decay_frac else 1.0
+    fall = max(0.0, 1 - progress(step, tc, seconds)) / tc.decay_frac if tc.decay_frac else 1.0
     return min(rise, 1.0, fall)
 
 
@@ -792,7 +792,7 @@ def train(model, optimizers, run, tc, splits, device, dtype, recorded=None):
                 begin_log(out / "log.csv", first)
                 if norm > 1000 * max(1.0, tc.grad_clip):
                     say(f"warning: the first gradient's norm is {norm:.1e}, which is noise; with Newton-Schulz lower --max-step or raise --chunk")
-            val, over = None, progress(step, earlier + time.perf_counter() - began, tc)
+            val, over = None, progress(step, tc, earlier + time.perf_counter() - began)
             if step % tc.eval_every == 0 or over >= 1:
                 val = evaluate(model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
             elapsed = time.perf_counter() - began
@@ -957,7 +957,7 @@ def launch(given):
     ckpt = load_checkpoint(Path(given.get("out", TrainConfig.out)) / "ckpt.pt") if given.get("resume") else None
     origin = load_checkpoint(given["init"]) if "init" in given and not ckpt else None
     tc, config = settings(given, ckpt, origin)
-    if ckpt and (progress(ckpt["step"], ckpt["seconds"], tc) >= 1 or 0 < tc.stop_after <= ckpt["step"]):
+    if ckpt and (progress(ckpt["step"], tc, ckpt["seconds"]) >= 1 or 0 < tc.stop_after <= ckpt["step"]):
         end = "--steps" if ckpt["step"] >= tc.steps else "--stop-after" if 0 < tc.stop_after <= ckpt["step"] else "--minutes"
         say(f"nothing to do: {tc.out} has {ckpt['step']} of {tc.steps} steps, which is the end by {end}; eval.py --ckpt {shlex.quote(tc.out)} "
             f"evaluates it, {end} N trains it longer")
