@@ -952,6 +952,18 @@ def warn(given, config, seq_len, unused=()):
             f"{seq_len}; lower --muon-every")
 
 
+def device_of_run(tc, config):
+    """The device, of this process if there are several. UserError where it cannot do what was asked for."""
+    device = pick_device(tc.device)
+    if processes() > 1:
+        device = join(device, tc)
+    if device.type == "mps" and tc.remat and config.dropout:
+        raise UserError("--remat on mps would draw another dropout in backward (torch keeps no random state there); add --dropout 0")
+    if tc.cuda_graph and (device.type != "cuda" or tc.remat and config.dropout):
+        raise UserError("--cuda-graph needs --device cuda and, beside --remat, --dropout 0: random states cannot be kept while it is recorded")
+    return device
+
+
 def launch(given):
     """A run, from its flags to its last line -> exit code."""
     ckpt = load_checkpoint(Path(given.get("out", TrainConfig.out)) / "ckpt.pt") if given.get("resume") else None
@@ -962,13 +974,7 @@ def launch(given):
         say(f"nothing to do: {tc.out} has {ckpt['step']} of {tc.steps} steps, which is the end by {end}; eval.py --ckpt {shlex.quote(tc.out)} "
             f"evaluates it, {end} N trains it longer")
         return 0
-    device = pick_device(tc.device)
-    if processes() > 1:
-        device = join(device, tc)
-    if device.type == "mps" and tc.remat and config.dropout:
-        raise UserError("--remat on mps would draw another dropout in backward (torch keeps no random state there); add --dropout 0")
-    if tc.cuda_graph and (device.type != "cuda" or tc.remat and config.dropout):
-        raise UserError("--cuda-graph needs --device cuda and, beside --remat, --dropout 0: random states cannot be kept while it is recorded")
+    device = device_of_run(tc, config)
     dtype = pick_dtype(tc.dtype, device)
     set_matmul(tc.matmul, device, dtype)
     tc.compile = given.get("compile", device.type == "cuda")
