@@ -573,7 +573,7 @@ def epoch(n, seq_len, seed, number):
     return random.integers(n - count * seq_len) + seq_len * random.permutation(count)
 
 
-def pairs(ids, starts, length):
+def inputs_and_targets(ids, starts, length):
     """-> x, y (B, length) int64: ids from each start on, and y one token later."""
     rows = torch.stack([torch.as_tensor(ids[i: i + length + 1]) for i in starts]).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -585,7 +585,7 @@ def batch(ids, seed, step, batch_size, seq_len):
     """
     count = len(epoch(len(ids), seq_len, seed, 0))
     start = [epoch(len(ids), seq_len, seed, i // count)[i % count] for i in range(step * batch_size, (step + 1) * batch_size)]
-    return pairs(ids, start, seq_len)
+    return inputs_and_targets(ids, start, seq_len)
 
 
 def windows(ids, seq_len, batch_size, every=1):
@@ -596,9 +596,9 @@ def windows(ids, seq_len, batch_size, every=1):
     whole = (len(ids) - 1) // seq_len * seq_len
     starts = range(0, whole, every * seq_len)
     for i in range(0, len(starts), batch_size):
-        yield pairs(ids, starts[i: i + batch_size], seq_len)
+        yield inputs_and_targets(ids, starts[i: i + batch_size], seq_len)
     if every == 1 and whole < len(ids) - 1:
-        yield pairs(ids, [whole], len(ids) - 1 - whole)
+        yield inputs_and_targets(ids, [whole], len(ids) - 1 - whole)
 
 
 def streams(ids, seq_len, n):
@@ -609,7 +609,7 @@ def streams(ids, seq_len, n):
     n = min(n, len(ids) - 1)
     length = (len(ids) - 1) // n
     for i in range(0, length, seq_len):
-        yield pairs(ids, range(i, i + n * length, length), min(seq_len, length - i))
+        yield inputs_and_targets(ids, range(i, i + n * length, length), min(seq_len, length - i))
 
 
 # ---- synthetic tasks
