@@ -309,12 +309,12 @@ class Memory(nn.Module):
         """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_batch`."""
         check_batch(x, state and state.conv, least=1)
         state = state or self.start(x)
-        q, k, v, tail = self.rows(self.qkv(x), state.conv)
+        q, k, v, tail = self.make_qkv(self.qkv(x), state.conv)
         with memory.autocast(x.device):                       # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
             y, inner = omega.omega(self.config.rule(), self.phi, q, k, v, self.make_gates(x), state.rule)
         return self.finish(x, y), MemoryState(inner, tail)
 
-    def rows(self, qkv, before):
+    def make_qkv(self, qkv, before):
         """What is projected (B, T, 3 H D) -> q, k of unit length (choice 8), v (B, H, T, D); the last inputs of the convolution."""
         qkv, tail = self.short_conv(qkv, before)
         q, k, v = (at_least_float32(self.heads(a)) for a in qkv.chunk(3, -1))
@@ -413,7 +413,7 @@ class Unit(torch.autograd.Function):
 unit = Unit.apply
 
 
-omega.COMPILED += [(Memory, "rows"), (omega, "features"), (Memory, "finish"), (Norm, "forward")]         # passes over all tokens, worth a kernel
+omega.COMPILED += [(Memory, "make_qkv"), (omega, "features"), (Memory, "finish"), (Norm, "forward")]         # passes over all tokens, worth a kernel
 
 
 class AttentionState(NamedTuple):
