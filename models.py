@@ -274,7 +274,7 @@ class Memory(nn.Module):
                 nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)
         nn.init.normal_(self.gates.weight, std=0.02)
         bias = [torch.linspace(1, 6, H)[:, None],             # keep 0.73 .. 0.998: heads remember for different spans  (choice 16)
-                torch.full((H, 1), -1.0), torch.zeros(H, self.n_gates[2]), torch.zeros(H, self.n_gates[3])]
+                torch.full((H, 1), -1.0), torch.zeros(H, sum(self.n_gates[2:]))]              # step 0.27 of its bound; momentum and gate 1/2
         with torch.no_grad():
             self.gates.bias.copy_(torch.cat(bias, 1).flatten())
 
@@ -285,6 +285,7 @@ class Memory(nn.Module):
     def make_gates(self, x):
         """keep, step, momentum (B, H, T) and gate (B, H, T, window), in the parameters' precision, each a function of its token."""
         c = self.config
+        # alpha, eta, theta, gamma of ATLAS
         keep, step, momentum, gate = self.heads(self.gates(x.to(self.gates.weight.dtype))).split(self.n_gates, -1)
         keep = keep.sigmoid().squeeze(-1) if c.keep else torch.ones_like(keep).squeeze(-1)
         step = c.max_step / c.chunk * step.sigmoid().squeeze(-1)                                 # choice 16
