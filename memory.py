@@ -159,7 +159,7 @@ def gradients(kind, loss_kind, W, x, v, norm):
 
 
 def hidden(kind, z):
-    """The rows that enter the last matrix, for z = x W[0]."""
+    """The rows that enter the last matrix: gelu(z) of Eq 42, gelu(z1) * z2 of Eq 43, for z = x W[0] = [z1 | z2]."""
     if kind == "mlp":
         return F.gelu(z)
     if kind != "gated":
@@ -169,7 +169,7 @@ def hidden(kind, z):
 
 
 def hidden_backward(kind, z, da):
-    """The gradient of z, for that of these rows."""
+    """The gradient of z, from da, that of the rows which `hidden` makes of it."""
     if kind == "mlp":
         return torch.ops.aten.gelu_backward(da, z)
     if kind != "gated":
@@ -259,7 +259,7 @@ def output_error_backward(loss_kind, de, f, v, norm):
 
 
 def bent(kind, d, bend):
-    """What the slope of these rows changes by, times g, when z moves by d."""
+    """What z gets through the slope in `slope * g`, from d, the gradient of that product; `bend` is g times the slope's derivative."""
     if firsts(kind) == 1:
         return d * bend
     (d1, d2), (p, r) = d.chunk(2, -1), bend.chunk(2, -1)
@@ -267,12 +267,12 @@ def bent(kind, d, bend):
 
 
 def both(kind, g):
-    """What leaves the hidden units, for each of the matrices that feed them."""
+    """g for each of the matrices that feed the hidden units, side by side."""
     return g if firsts(kind) == 1 else torch.cat([g, g], -1)
 
 
 def fold(kind, d):
-    """The gradient of `both`."""
+    """The gradient of `both`: the sum of its parts."""
     return d if firsts(kind) == 1 else torch.add(*d.chunk(2, -1))
 
 
@@ -305,7 +305,7 @@ def add_product(y, a, b):
 
 def autocast(device, dtype=None):
     """Within, products are in `dtype`: torch casts what they multiply. Without one, no autocast of the caller's reaches them."""
-    # as of the meta device, on which shapes and FLOPs can be had for nothing; the compiler of torch 2.11 cannot be asked
+    # the meta device, on which shapes and FLOPs cost nothing, has no autocast; and the compiler of torch 2.11 cannot be asked
     if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, dtype, enabled=dtype is not None)

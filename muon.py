@@ -145,7 +145,7 @@ def orthogonalize_backward(stacks, saved, dX, steps, coefficients, straight_thro
 
 
 def plan(stacks, straight_through, dtype, gram):
-    """Which stacks go together, and whether on their Gram matrices."""
+    """Which stacks are iterated together -> their numbers, and whether on Gram matrices: one pair of these for each iteration."""
     inside = dtype or stacks[0].dtype
     plain = not gram or straight_through or inside in (torch.float16, torch.bfloat16) or inside != stacks[0].dtype
     sides = [min(S.shape[-2:]) for S in stacks]
@@ -231,7 +231,7 @@ def all_times(R, stacks):
 
 
 def runs(steps):
-    """How many steps there are on each Gram matrix."""
+    """The steps in parts of AT_MOST, each on a Gram matrix of its own -> how many each has."""
     return [min(AT_MOST, steps - first) for first in range(0, steps, AT_MOST)]
 
 
@@ -312,7 +312,10 @@ def doubled(A):
 
 
 def few_steps(steps, coefficients):
-    """Does what cancels stay bounded in newton_schulz_of_pairs? It grows by a each step; measured, float64 bears five of Muon's, 15 of the cubic."""
+    """Few enough for newton_schulz_of_pairs, where pairs that cancel leave rounding errors, and each step multiplies them?
+
+    The bound on a^steps is measured: with it float64 bears five steps of Muon's coefficients, 15 of the cubic.
+    """
     return checked(steps, coefficients)[0] ** steps < 500
 
 
