@@ -74,6 +74,7 @@ class Part(NamedTuple):
     momprod: torch.Tensor | None = None                       # (..., r, 1)  momprod, likewise
 
     def each(self, f):
+        """f of each field that is there."""
         return Part(*(None if a is None else f(a) for a in self))
 
     def split(self):
@@ -98,6 +99,7 @@ def exact(rule, device):
 
 
 def turn(a, tall):
+    """a, or a^T if it is tall; also the way back."""
     return a.mT if tall else a
 
 
@@ -200,10 +202,12 @@ def ball_factors(rule, W, tall, count):
 
 
 def nth_or_none(group, i):
+    """The i-th of a group; None of an empty one, which stands for zeros."""
     return group[i] if group else None
 
 
 def plus(a, b):
+    """a + b, where a may be None, for zero."""
     return b if a is None else a + b
 
 

@@ -348,7 +348,7 @@ TILE = dict(cuda=16)                                          # tokens that a co
 
 
 def tile(like, c):
-    """The tokens of a tile, where c of them are to be run tile by tile; else 0."""
+    """The tokens of a tile, where a chunk of c is to be run tile by tile (compiled, for a GPU); else 0."""
     b = TILE.get(like.device.type, 0) if torch.compiler.is_compiling() else 0
     return b if b and c > b and c % b == 0 else 0
 
@@ -468,7 +468,7 @@ def muon_mixing(gates, m, pos):
 
 
 def features(rule, phi, x):
-    """phi(x), in the precision of products."""
+    """phi(x), in the precision of products; a function, to be compiled by itself."""
     return memory.cast(phi(x), rule.dtype)
 
 
@@ -523,7 +523,7 @@ def cuts(T, pos, chunk):
 
 
 def chunked(rule, phi, q, k, v, gates, state):
-    """omega, of one piece, where products have the precision they are to have."""
+    """omega of one piece: its tokens become chunks.Part, of which pairs_run, chunks.muon_run or chunks.plain_run compute what is read."""
     # idle pairs, of weight 0, in front: products with a multiple of 8 columns are faster (a chunk by 3 - 7 %)
     few = by_pairs(rule, gates, state)
     T, idle = q.shape[2], 0 if few else -(rule.window - 1) % 8
@@ -556,8 +556,10 @@ def chunked(rule, phi, q, k, v, gates, state):
         parts = chunks.Part(cxq, cxk, cv, None if xw is None else pairs(xw), qk, **mix)
         if few:
             z, state = pairs_run(rule, state, parts, cgates.gate, len(q))
+        elif rule.muon_every:
+            z, state = chunks.muon_run(rule, state, parts, len(q))
         else:
-            z, state = (chunks.muon_run if rule.muon_every else chunks.plain_run)(rule, state, parts, len(q))
+            z, state = chunks.plain_run(rule, state, parts, len(q))
         z = z.unflatten(1, (len(q), -1)).movedim(0, 2).flatten(2, 3)                              # (B, H, T, D)
         ys.append(memory.cast(memory.output(rule.memory, z, q[:, :, now], rule.norm), q.dtype))
         t = now.stop
@@ -668,13 +670,16 @@ class Overlapping(torch.autograd.Function):
         return da.flatten(2, 3)[:, :, : (count - 1) * ctx.length + n], None, None
 
 
+# ---------------------------------------------------------------------------------------------------------------------------
+# torch.compile.
+
 # models.py adds what a block does with all tokens at once, and the loss
 COMPILED = [(sys.modules[__name__], name) for name in ("mixing", "pairs_chunk")] + [(chunks, name) for name in (
     "learn_chunk", "learn_chunk_backward", "write_rest_backward", "read_chunks", "read_chunks_backward",
     "muon_learn", "muon_learn_backward", "muon_read", "muon_stretch_backward")]
 
-# for a GPU, twice what inductor computes again rather than to write and read it: a convolution of four taps reads eight tensors. On a CPU that is no
-# faster, and its C++ (torch 2.13) can write past the end of a tensor of two numbers a row.
+# For a GPU, twice inductor's limits of what it computes again rather than writes and reads: a convolution of four taps reads eight tensors. On a CPU
+# that is no faster, and its C++ (torch 2.13) can write past the end of a tensor of two numbers a row.
 AGAIN = dict(realize_reads_threshold=8, realize_opcount_threshold=60)
 
 
