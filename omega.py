@@ -608,7 +608,7 @@ def pairs_chunk(rule, part, gate, M0, W, anchor):
     KD = []                                                   # of each matrix (N, c, window, out)
     for x, d in zip(xs, ds):                                  # in float64: pairs may cancel
         xx = x.double()
-        gram, D = Blocks.apply(xx @ xx.mT, w), gate[..., None].double() * windows(d)
+        gram, D = DiagonalBlocks.apply(xx @ xx.mT, w), gate[..., None].double() * windows(d)
         least = least_square(x.dtype, x.shape[-1] * d.shape[-1])
         kd = newton_schulz_of_pairs(gram.flatten(0, 1), D.flatten(0, 1), least, rule.ns_steps, rule.ns_coefficients)
         KD.append(kd.view(D.shape).to(x.dtype))
@@ -624,7 +624,7 @@ def pairs_chunk(rule, part, gate, M0, W, anchor):
     return z, [part.ends[..., 0] * a + x.mT @ by_pair(part.last * kd) for a, x, kd in zip(W, xs, KD)]
 
 
-class Blocks(torch.autograd.Function):
+class DiagonalBlocks(torch.autograd.Function):
     """The w x w blocks along the diagonal of G (N, n, n) -> (N, c, w, w), n = c + w - 1: of X X^T, that of every window of w rows."""
 
     @staticmethod

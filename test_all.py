@@ -939,9 +939,9 @@ def test_every_gradient_that_is_written_out_says_so():
     """An autograd.Function that the test above does not know; one whose second derivative is there, and wrong."""
     modules = [sys.modules[path.stem] for path in Path(__file__).parent.glob("*.py") if path.stem in sys.modules]
     ours = {f.__name__ for m in modules for f in vars(m).values() if isinstance(f, type) and issubclass(f, torch.autograd.Function)}
-    assert ours == {*WRITTEN_OUT, "Overlapping", "Blocks"}
+    assert ours == {*WRITTEN_OUT, "Overlapping", "DiagonalBlocks"}
     overlapping = lambda x: omega_module.Overlapping.apply(x, 2, 3).pow(3)       # their backward is sums, of which torch knows all
-    blocks = lambda x: omega_module.Blocks.apply(x[0] @ x[0].mT, 3).pow(3)
+    blocks = lambda x: omega_module.DiagonalBlocks.apply(x[0] @ x[0].mT, 3).pow(3)
     for f in (overlapping, blocks):
         assert torch.autograd.gradgradcheck(f, randn(1, 2, 5, 3).requires_grad_())
 
@@ -6219,9 +6219,9 @@ MUTANTS = [
     ("NS of pairs in many steps", "omega.py", "few = few_steps(rule.ns_steps, rule.ns_coefficients) and", "few =", "test_who_goes_by_pairs"),
     ("NS of pairs in six steps", "muon.py", "** steps < 500", "** steps < 5000", "test_who_goes_by_pairs"),
     ("NS of pairs that cancel to nothing", "muon.py", ".maximum(1e-6 * ", ".maximum(1e-16 * ", "test_ns_of_pairs_that_cancel"),
-    ("pairs in float32", "omega.py", "Blocks.apply(xx @ xx.mT, w)", "Blocks.apply((x @ x.mT).double(), w)", "test_pairs_go_in_float64"),
-    ("values of pairs in float32", "omega.py", "D = Blocks.apply(xx @ xx.mT, w), gate[..., None].double() * windows(d)",
-     "D = Blocks.apply(xx @ xx.mT, w).float(), gate[..., None] * windows(d)", "test_pairs_go_in_float64"),
+    ("pairs in float32", "omega.py", "DiagonalBlocks.apply(xx @ xx.mT, w)", "DiagonalBlocks.apply((x @ x.mT).double(), w)", "test_pairs_go_in_float64"),
+    ("values of pairs in float32", "omega.py", "D = DiagonalBlocks.apply(xx @ xx.mT, w), gate[..., None].double() * windows(d)",
+     "D = DiagonalBlocks.apply(xx @ xx.mT, w).float(), gate[..., None] * windows(d)", "test_pairs_go_in_float64"),
     ("NS of pairs: 0 / 0", "muon.py", "torch.where(square > least, square.clamp_min(least).rsqrt(), 0)", "square.rsqrt()", "test_ns_of_pairs"),
     ("a chunk of few pairs: the gate of another token", "omega.py", "gate[..., None].double() * windows(d)", "gate.flip(1)[..., None].double() * windows(d)",
      "test_omega_is_omega_ref"),
