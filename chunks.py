@@ -675,8 +675,8 @@ def write_backward(X, D, last, tall, dC):
     return *((db, da) if tall else (da, db)), dots(dscaled, a)
 
 
-def overlap(a, b):
-    """The sum of the products of two matrices, (.., k, wide) -> (.., 1, 1). (As a product of rows this long it takes oneDNN four times as long.)"""
+def frobenius(a, b):
+    """The inner product of two matrices, (.., k, wide) -> (.., 1, 1). (As a product of rows this long it takes oneDNN four times as long.)"""
     return (a * b).sum((-2, -1), keepdim=True)
 
 
@@ -753,9 +753,9 @@ def write_rest_backward(how, part, writes, pairs, C, dlast, dafter):
             reads = torch.bmm(d, end.mT)
             dx, dlast = combined(reads, part.last), plus(dlast, dots(reads, x))
         if C:                                                 # the gradient of `carry`
-            dends = plus(dends, overlap(dto, C[i]))
+            dends = plus(dends, frobenius(dto, C[i]))
             if part.across is not None:
-                dacross = plus(dacross, overlap(dto[:, 0], C[i][:, 1]))
+                dacross = plus(dacross, frobenius(dto[:, 0], C[i][:, 1]))
     return dx, dlast, dends, dacross
 
 
