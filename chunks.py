@@ -187,11 +187,6 @@ def carry(to, C, ends, across):
         to[:, 0].addcmul_(C[:, 1], across)
 
 
-def in_own_precision(part, C, copy):
-    """C, or a copy of it in the precision of gates and of fast weights, if it is kept in that of products."""
-    return C if C.dtype == part.coef.dtype else copy(C, dtype=part.coef.dtype)
-
-
 def ball_factors(rule, W, tall, count):
     """What `Rule.bound` multiplies W by, which may be `count` matrices side by side."""
     parts = turn(W, tall).chunk(count, -1)
@@ -229,7 +224,7 @@ def learn_chunk(how, part, M0, C, anchor, after):
     rule, tall, closes, _ = how
     W = gradient_point(how, M0, anchor or [c[:, 0] for c in C], len(part.v))
     pairs, (z, f, _) = memory.gradients(rule.memory, rule.loss, W, part.xk, part.v, rule.norm)        # Eq 16: all at the anchor
-    balls, ends = [], [in_own_precision(part, a, torch.empty_like) for a in after]
+    balls, ends = [], [torch.empty_like(a, dtype=part.coef.dtype) if rule.dtype else a for a in after]
     for i, (x, (_, d), end) in enumerate(zip(rows_to_write(part, pairs), pairs, ends)):
         write(x, d, part.last, tall[i], end.flatten(1, 2))
         if C:
@@ -709,7 +704,7 @@ def learn_chunk_backward(how, part, learned, carried, dC, dafter, low):
     (rule, tall, *_), (again, writes, rows, balls, dd, da), dlast = how, learned, None
     if torch.compiler.is_compiling():                         # else what becomes of them would be written back
         dd, da = [d.clone() for d in dd], None if da is None else da.clone()
-    dlow, dC = dC, [in_own_precision(part, d, torch.Tensor.to) for d in dC]
+    dlow, dC = dC, [memory.cast(d, part.coef.dtype) for d in dC]
     for i, (x, end) in enumerate(zip(writes, low)):
         if dC:
             carry_backward(dafter[i], dC[i], part.ends, part.across)

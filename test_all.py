@@ -6331,7 +6331,7 @@ MUTANTS = [
     ("gradient of a chunk: keep of the whole chunk", "chunks.py", "frobenius(dto, C[i])", "frobenius(dto, dto)", "test_omega_is_omega_ref[titans]"),
     ("W in half precision from chunk to chunk", "chunks.py", "            if how.rule.dtype:", "            if False:",
      "test_what_goes_from_chunk_to_chunk_is_not_in_half_precision"),
-    ("its gradient in half precision from chunk to chunk", "chunks.py", "[in_own_precision(part, d, torch.Tensor.to) for d in dC]", "dC",
+    ("its gradient in half precision from chunk to chunk", "chunks.py", "dC, [memory.cast(d, part.coef.dtype) for d in dC]", "dC, dC",
      "test_what_goes_from_chunk_to_chunk_is_not_in_half_precision"),
     ("W in half precision from block to block", "chunks.py", "    with exact(rule, part.G.device):\n        held", "    with nullcontext():\n        held",
      "test_what_goes_from_chunk_to_chunk_is_not_in_half_precision"),
