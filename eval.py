@@ -219,17 +219,15 @@ def parse(argv=None):
     add("--lr", type=float, default=1e-2, metavar="X", help="peak learning rate of AdamW [0.01]")
     add("--optimizer", default="muon", choices=("adamw", "muon"), help="outer, as in train.py [muon]")
     add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="of weights and sequences [1337]")
-    own = set(vars(parser.parse_args([])))
+    defaults = vars(parser.parse_args([]))
     network = parser.add_argument_group("--task mqar: the network", "In [] is what atlas has here.")
     train.add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
-    args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(TEXT + MQAR)))             # None: not given
-    args.config = {name: value for name, value in vars(args).items() if name not in own}
+    given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults))))         # None: not given
+    given = {name: value for name, value in given.items() if value is not None}
+    args = argparse.Namespace(**{**defaults, **given}, config={name: value for name, value in given.items() if name not in defaults})
     for name in MQAR if args.task == "text" else TEXT:
-        if getattr(args, name) is not None:
+        if name in given:
             parser.error(f"{train.flag(name)} is not for --task {args.task}")
-    for name in TEXT + MQAR:
-        if getattr(args, name) is None:
-            setattr(args, name, parser.get_default(name))
     if args.batch_size is None:
         args.batch_size = 32 if args.task == "mqar" else 8
     if args.task == "text" and args.config:

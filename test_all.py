@@ -7072,7 +7072,7 @@ MUTANTS = [
     ("the bench compiles every place in a chunk", "bench.py", '"force_eager" if name == "decode" else "default"', '"default"',
      "test_single_tokens_are_not_compiled"),
     ("the bench decodes by oneDNN", "bench.py", '"highest" if args.matmul == "auto" else matmul', "matmul", "test_matmul_by_itself"),
-    ("a flag that is its default is given to the other task", "eval.py", "argparse.Namespace(**dict.fromkeys(TEXT + MQAR))",
+    ("a flag that is its default is given to the other task", "eval.py", "argparse.Namespace(**dict.fromkeys(defaults))",
      "argparse.Namespace()", "test_eval_mistakes_are_one_line"),
     ("a picture of forward and of both on one line", "bench.py", ' and r.get("what") != "forward"', "",
      "test_plot_draws_a_line_for_each_contestant"),
