@@ -260,11 +260,11 @@ def part_layer(bench):
         rows = [[name, *(cells.get((name, what, T), "-") for T in lengths)] for name in cases]
         table(f"layer: {title}", ["", *(f"T {T}" for T in lengths)], rows)
     definition(bench, width)
-    for knob in sweeps(bench, width):
+    for knob, *what in sweeps(bench, width):
         if bench.compile and not bench.quick and now(bench.device) > over + 0.3 * bench.seconds:
-            say(f"\nlayer: no time for {knob[0]}")
+            say(f"\nlayer: no time for {knob}")
         else:
-            sweep(bench, batch, width, *knob, 0.07 * bench.seconds)
+            sweep(bench, batch, width, knob, *what, 0.07 * bench.seconds)
 
 
 def definition(bench, width):
@@ -295,6 +295,7 @@ def sweeps(bench, width):
 
 
 def sweep(bench, batch, width, knob, T, differences, values, seconds):
+    """A table of one of the sweeps: the setting `knob` at each of its values."""
     runs, rows = {}, []
     for value in values:
         case = {**WORK, **heads(width), **differences, knob: value}
