@@ -153,7 +153,7 @@ def gradients(kind, loss_kind, W, x, v, norm):
         return [(x, e)], (None, z if loss_kind in CURVED else None, e)
     a = hidden(kind, z)
     f = torch.bmm(a, W[1])
-    e = output_error(loss_kind, f, v, norm)
+    e = output_error(loss_kind, f, v, norm)                   # dl/df, then back through the last matrix and gelu: dl/dz
     d = hidden_backward(kind, z, torch.bmm(e, W[1].mT))
     return [(x, d), (a, e)], (z if z.shape[-1] < x.shape[-1] else None, f if norm or loss_kind in CURVED else None, e)
 

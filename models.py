@@ -546,7 +546,7 @@ class Wiring(nn.Module):
         return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()))
 
     def remember(self, x, state):
-        """M(p | x): the persistent tokens come first, once."""
+        """M(p | x): the persistent tokens come first, once -> what is read, the state, how many persistent tokens it begins with."""
         n = 0
         if state.memory is None and self.persistent is not None:
             n = len(self.persistent)
@@ -673,7 +673,8 @@ class LM(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.config, self.remat = config, False               # remat: a block's backward begins with its forward once more
+        self.config = config
+        self.remat = False                                    # train.py's --remat: a block's backward begins with its forward once more
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = Norm(config.n_embd)

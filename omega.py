@@ -230,7 +230,7 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
     missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
     gate = gates.gate * (torch.arange(T)[:, None] + torch.arange(w) >= missing).to(q.device)
     ks, vs = (torch.cat([F.pad(old, (0, 0, missing, 0)), new], 2) for old, new in ((state.k, k), (state.v, v)))
-    xq, xk, targets = phi(q), phi(ks), memory.target(rule.memory, rule.loss, ks, vs)
+    xq, xk, targets = phi(q), phi(ks), memory.target(rule.memory, rule.loss, ks, vs)             # v, less the residual k of Eq 42, 43
     momentum = torch.zeros_like(gates.keep) if gates.momentum is None else gates.momentum        # none is one of 0
     heads = lambda a: a.expand(B, *a.shape[-3:]).flatten(0, 1)                   # (B, H, ..) or (H, ..) -> (N, ..)
     W, zeros = [heads(a) for a in state.W], [heads(torch.zeros_like(a)) for a in state.W]
@@ -524,8 +524,8 @@ def cuts(T, pos, chunk):
 
 def chunked(rule, phi, q, k, v, gates, state):
     """omega of one piece: its tokens become chunks.Part, of which pairs_run, chunks.muon_run or chunks.plain_run compute what is read."""
-    # idle pairs, of weight 0, in front: products with a multiple of 8 columns are faster (a chunk by 3 - 7 %)
     few = by_pairs(rule, gates, state)
+    # idle pairs, of weight 0, in front: products with a multiple of 8 columns are faster (a chunk by 3 - 7 %)
     T, idle = q.shape[2], 0 if few else -(rule.window - 1) % 8
     w = rule.window + idle
     missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
