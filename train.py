@@ -199,6 +199,7 @@ def new_settings(given, origin):
 FORMAT = 2
 KEYS = dict(format=int, torch=str, preset=str, config=dict, train=dict, tokenizer=dict, data=dict, step=int, best=float,
             seconds=float, model=dict, optimizers=list, rng=dict)
+FOREIGN = "is not a checkpoint of train.py, which makes best.pt and ckpt.pt in --out"
 
 
 def save_checkpoint(path, run, model, optimizers):
@@ -228,9 +229,9 @@ def writing(path):
 def load_checkpoint(path):
     """A checkpoint file, or the best (else the last) of a folder -> dict of plain values, CPU tensors, its "path" and when it was "written".
 
-    Nothing in the file is run (weights_only). torch checks no sums when it loads, so zipfile does.
+    UserError, in words of its own, for each way in which it is none.
     """
-    path, foreign = Path(path), "is not a checkpoint of train.py, which makes best.pt and ckpt.pt in --out"
+    path = Path(path)
     try:
         if path.is_dir():
             path = next((path / name for name in ("best.pt", "ckpt.pt") if (path / name).exists()), path)
@@ -242,21 +243,8 @@ def load_checkpoint(path):
         raise UserError(f"no checkpoint {path} ({fault.strerror}); python train.py makes one in --out") from None
     if head != b"PK":                                         # torch.save writes zip archives
         why = {b"": "is empty; use another checkpoint, or train again", b"\x80": "is a bare pickle, which can hold code: refused"}
-        raise UserError(f"{path} {why.get(head[:1], foreign)}")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken, names = archive.testzip(), archive.namelist()
-    except Exception as fault:                                # what zipfile raises depends on where the file is broken
-        broken = fault
-    if broken:
-        raise UserError(f"{path} is truncated or damaged; use another checkpoint, or train again")
-    try:
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as fault:                                # the file decides what is raised
-        if out_of_memory(fault):
-            raise
-        why = "holds more than weights and plain values: refused, and none of it was run" if any(n.endswith("data.pkl") for n in names) else foreign
-        raise UserError(f"{path} {why}") from None
+        raise UserError(f"{path} {why.get(head[:1], FOREIGN)}")
+    ckpt = read_archive(path)
     if not isinstance(ckpt, dict) or "format" not in ckpt:
         raise UserError(f"{path} was not written by this program's train.py")
     wrong = [key for key, kind in KEYS.items() if not isinstance(ckpt.get(key), kind)]
@@ -265,6 +253,24 @@ def load_checkpoint(path):
     if wrong:
         raise UserError(f"{path} lacks, or has of another type: {', '.join(wrong)}; use another checkpoint, or train again")
     return dict(ckpt, path=str(path), written=written)
+
+
+def read_archive(path):
+    """What torch.save has put into a zip archive. Nothing in it is run (weights_only); torch checks no sums when it loads, so zipfile does."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken, names = archive.testzip(), archive.namelist()
+    except Exception as fault:                                # what zipfile raises depends on where the file is broken
+        broken = fault
+    if broken:
+        raise UserError(f"{path} is truncated or damaged; use another checkpoint, or train again")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as fault:                                # the file decides what is raised
+        if out_of_memory(fault):
+            raise
+        why = "holds more than weights and plain values: refused, and none of it was run" if any(n.endswith("data.pkl") for n in names) else FOREIGN
+        raise UserError(f"{path} {why}") from None
 
 
 @contextmanager
