@@ -734,15 +734,14 @@ def learn_chunk_backward(how, part, learned, carried, dC, dafter, low):
     return dC, dv, dW, dz, dlast
 
 
-def write_rest_backward(how, part, writes, pairs, C, dlast, dafter):
+def write_rest_backward(how, part, pairs, C, dlast, dafter):
     """The rest of learn_chunk's gradient, for any number of chunks at once; C and dafter (N, s, k, wide) of each matrix, before and after.
 
-    writes: the x that `write` had of each matrix.
     -> gradients of the x of the first `write` (None if it is tall: that is a product), of Part.last, Part.ends and Part.across. dlast: what
     learn_chunk_backward has of Part.last's.
     """
     tall, dx, dends, dacross = how.tall, None, None, None
-    for i, (x, (_, d), dto) in enumerate(zip(writes, pairs, dafter)):
+    for i, (x, (_, d), dto) in enumerate(zip(rows_to_write(part, pairs), pairs, dafter)):
         end = dto.flatten(1, 2)
         if not i and not tall[i]:
             reads = torch.bmm(d, end.mT)
@@ -832,8 +831,7 @@ def plain_stretch_backward(how, part, grads, kept, balls, dy, dafter, M0, starts
         memory.product_to(merged(d[:count]).flatten(1, 2), *factors.pop(0))
     dM0 = [of_heads(d, m) for d, m in zip(dM0, M0)]
 
-    writes = rows_to_write(flat, again.pairs)
-    learned = separate(Learned(again, writes, rows, balls, dd, da), count)
+    learned = separate(Learned(again, rows_to_write(flat, again.pairs), rows, balls, dd, da), count)
     ones, dvs, rest = part.split(), grads.v.unbind(0), []
     for j in reversed(range(count)):
         dafter, dv, dW, *more = learn_chunk_backward(how, ones[j], learned[j], own, slots[j], dafter, slots[j + 1])
@@ -844,17 +842,17 @@ def plain_stretch_backward(how, part, grads, kept, balls, dy, dafter, M0, starts
     pairs = again.pairs
     del again, learned, dd, da, rest, more                    # to make room: with short chunks the peak of memory is here
 
-    put_writes(how, flat, grads, writes, pairs, rows[0], C, last, dlast, [(a.mT, b.mT) for a, b in dxk] + [(dz, W[0])])
+    put_writes(how, flat, grads, pairs, rows[0], C, last, dlast, [(a.mT, b.mT) for a, b in dxk] + [(dz, W[0])])
     return dM0, dafter, dW if anchor else []
 
 
-def put_writes(how, part, grads, writes, pairs, narrow, C, last, dlast, to_xk):
+def put_writes(how, part, grads, pairs, narrow, C, last, dlast, to_xk):
     """Writes to `grads` those of last, ends and across, and, with the pairs `to_xk` of put_products, of xk and xw: what `write` and `carry` are left
     with when the chunks have gone by. narrow: what the first `write` made of the narrow side.
     """
     dx = dends = dacross = None
     if last and (C or not how.tall[0]):                       # else that has nothing to do
-        dx, dlast, dends, dacross = write_rest_backward(how, part, writes, pairs, C, dlast, last)
+        dx, dlast, dends, dacross = write_rest_backward(how, part, pairs, C, dlast, last)
     to_xw = [(narrow, last[0].flatten(1, 2).mT)] if last and how.tall[0] else []
     if part.xw is None:
         put_products(merged(grads.xk), to_xw + to_xk, dx)
