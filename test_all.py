@@ -7201,7 +7201,7 @@ MUTANTS = [
     ("no folder is this one", "train.py", "if not self.out:", "if False:", "test_empty_names_are_not_ignored"),
     ("mag's own tokens do not count", "train.py", '(config.wiring in ("mag", "mal"))', "0", "test_windows_too_short_to_read_what_was_written"),
     ("what the program decided is another value", "train.py", '(n, v) not in (("size", "auto"), ("head_dim", 0))', "True", "test_the_same_command_resumes"),
-    ("the end by --steps, whatever it is", "train.py", 'if ckpt["step"] >= tc.steps else', "if True else", "test_resume_of_a_finished_run_does_nothing"),
+    ("the end by --steps, whatever it is", "train.py", 'if ckpt["step"] >= tc.steps:', "if True:", "test_resume_of_a_finished_run_does_nothing"),
     ("accuracy on what was trained on", "eval.py", "args.batch_size, device, test=True)", "args.batch_size, device)",
      "test_accuracy_of_an_oracle_and_of_a_fool"),
     ("recall is trained without clipping", "eval.py", "clip_grad_norm_(model.parameters(), tc.grad_clip)\n",

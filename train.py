@@ -970,13 +970,22 @@ def device_of_run(tc, config):
     return device
 
 
+def ended_by(ckpt, tc):
+    """The flag by which the run of a checkpoint is over, or None."""
+    if ckpt["step"] >= tc.steps:
+        return "--steps"
+    if 0 < tc.stop_after <= ckpt["step"]:
+        return "--stop-after"
+    return "--minutes" if progress(ckpt["step"], tc, ckpt["seconds"]) >= 1 else None
+
+
 def launch(given):
     """A run, from its flags to its last line -> exit code."""
     ckpt = load_checkpoint(Path(given.get("out", TrainConfig.out)) / "ckpt.pt") if given.get("resume") else None
     origin = load_checkpoint(given["init"]) if "init" in given and not ckpt else None
     tc, config = settings(given, ckpt, origin)
-    if ckpt and (progress(ckpt["step"], tc, ckpt["seconds"]) >= 1 or 0 < tc.stop_after <= ckpt["step"]):
-        end = "--steps" if ckpt["step"] >= tc.steps else "--stop-after" if 0 < tc.stop_after <= ckpt["step"] else "--minutes"
+    end = ended_by(ckpt, tc) if ckpt else None
+    if end:
         say(f"nothing to do: {tc.out} has {ckpt['step']} of {tc.steps} steps, which is the end by {end}; eval.py --ckpt {shlex.quote(tc.out)} "
             f"evaluates it, {end} N trains it longer")
         return 0
