@@ -287,6 +287,9 @@ def gelu(z):
     return z * Phi, Phi.addcmul_(z, pdf), square.neg_().add_(2).mul_(pdf)
 
 
+# ---------------------------------------------------------------------------------------------------------------------------
+# Products and their precision, which the other modules use, too.
+
 def outer(pairs, flip=False):
     """The sum of x^T d over the pairs (x, d), or of d^T x."""
     pairs = [pair[::-1] for pair in pairs] if flip else pairs

@@ -112,8 +112,6 @@ TRAIN_SIZES = {                                               # differences from
 LAUNCH = {"out", "resume", "stop_after", "device", "compile", "cuda_graph", "threads"}         # never read from a checkpoint
 # may differ on --resume (data: its name)
 FREE = LAUNCH | {"data", "steps", "minutes", "eval_every", "log_every", "sample_tokens", "remat"}
-
-
 NO_FLAG = "vocab_size", "mixer"                               # which the tokenizer and the preset decide
 
 
@@ -334,7 +332,7 @@ def claim(out):
     except ImportError:
         yield
         return
-    folder = os.open(Path(out), os.O_RDONLY)                        # its lock ends with the process, however that ends
+    folder = os.open(out, os.O_RDONLY)                        # its lock ends with the process, however that ends
     try:
         with suppress(OSError):
             try:
@@ -526,13 +524,13 @@ def most_resident():
 
 
 def out_of_memory(fault):
-    """Of torch on a CPU or a GPU, or of a compiler that tries its kernels on one."""
+    """Is it that memory ran out: torch's, on a CPU or a GPU, or a compiler's, which tries its kernels there?"""
     told = isinstance(fault, RuntimeError) and any(words in str(fault) for words in ("allocate memory", "out of memory", "ALLOC_FAILED"))
     return told or isinstance(fault, (MemoryError, torch.OutOfMemoryError))
 
 
 def of_compiler(fault):
-    """Of torch.compile itself, or of the files that it writes: a run can do without."""
+    """Is it torch.compile's, or one of the files that it writes? A run can do without."""
     return isinstance(fault, OSError) or type(fault).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
 
 
