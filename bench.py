@@ -80,6 +80,11 @@ class Bench:
         return f"{short(speed)} +-{100 * times['spread_s'] / times['median_s']:.0f}%"
 
 
+def in_order(names):
+    """The transformer, the default model, then the others: those that come last may find no time."""
+    return sorted(names, key=lambda name: (name != "transformer", name != train.TrainConfig.model))
+
+
 # ---- clocks, memory, tables
 
 def clock_name(device):
@@ -442,14 +447,12 @@ def part_step(bench):
 
 def step_size(bench, size, seconds):
     """One table: the transformer, the default model, and the other presets as time allows."""
-    main, vocab = train.TrainConfig.model, models.Config.vocab_size
-    names = sorted(bench.models, key=lambda name: (name != "transformer", name != main))
-    tc = train.settings(dict(model=main, size=size))[0]
+    names, tc = in_order(bench.models), train.settings(dict(size=size))[0]
     tc = replace(tc, grad_accum=1, remat=size not in ("tiny", "baby"), **bench.pick(dict(batch_size=1, seq_len=64), {}))
     configs = {name: train.settings(dict(model=name, size=size))[1] for name in names}
     target = max(count(config) for config in configs.values())
     configs = {name: widen(config, target) for name, config in configs.items()}
-    ids, tokens = torch.randint(vocab, (100_000,)).numpy(), tc.batch_size * tc.seq_len
+    ids, tokens = torch.randint(models.Config.vocab_size, (100_000,)).numpy(), tc.batch_size * tc.seq_len
     mm, mm_flops = product(bench, bench.dtype)
     runs = {"product": mm, **{name: step_run(bench, config, tc, ids) for name, config in configs.items()}}
     times = race(runs, seconds, bench.device, must=math.inf if bench.quick else 3)
@@ -504,8 +507,8 @@ def decode_run(model, state, n):
 def part_decode(bench):
     """One block is enough: blocks are alike, their times and bytes add up."""
     positions = bench.pick([128, 256], [1024 * 10**i for i in range(4)])       # ends of chunks, all of them
-    over, main, rows, done = now(bench.device) + bench.seconds, train.TrainConfig.model, {}, []
-    for name in sorted(bench.models, key=lambda name: (name != "transformer", name != main)):
+    over, rows, done = now(bench.device) + bench.seconds, {}, []
+    for name in in_order(bench.models):
         left = over - now(bench.device)
         if len(done) >= 2 and left < 0.05 * bench.seconds and not bench.quick:
             break
