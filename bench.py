@@ -216,10 +216,7 @@ def layer_runs(bench, layer, batch, T, width, name=""):
 
 def slow(run, rule):
     """The same run with `rule` in the place of omega.omega: the token-by-token definition, or the formulas of the chunk form."""
-    def reference():
-        with patch.object(omega, "omega", rule):
-            run()
-    return reference
+    return patch.object(omega, "omega", rule)(run)
 
 
 def contestants(bench, width):
