@@ -898,7 +898,7 @@ def muon_write_backward(how, G, pairs, drows):
             dx = plus(dx, dX)
         else:
             da = dX
-    return dG, dx, da, [torch.cat(dd[:2], -1), dd[2]] if len(dd) == 3 else dd
+    return dG, dx, da, memory.pack(dd)
 
 
 def advance_blocks_backward(shares, held, dheld, dafter):

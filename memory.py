@@ -117,7 +117,7 @@ def output_error(loss_kind, f, v, norm):
 
 
 def pack(W):
-    """The matrices that read x as one, side by side, and the last one: (W), (W1, W2), ([W1 | W2], W3)."""
+    """The matrices that read x as one, side by side, and the last one: (W), (W1, W2), ([W1 | W2], W3). Likewise their errors d."""
     return tuple(W) if len(W) < 3 else (torch.cat(W[:-1], -1), W[-1])
 
 
