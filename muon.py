@@ -11,7 +11,7 @@ call, and where that pays (`plan`) on the small Gram matrix G = X X^T: a step mu
     R <- Q R,   G <- Q G Q,   and at the end   X <- R X
 
 All of R, Q, G are polynomials of the first G: symmetric, and they commute. But G squares the condition of X, and a step multiplies by a^2
-what rounding has left of its smallest eigenvalues; after AT_MOST steps G is taken from X again. (results/README.md: what five on one G cost
+what rounding has left of its smallest eigenvalues; after GRAM_STEPS steps G is taken from X again. (results/README.md: what five on one G cost
 a gradient in float32.) `newton_schulz_of_pairs` is the same of a sum of few outer products.
 """
 from functools import lru_cache
@@ -25,7 +25,7 @@ COEFFICIENTS = {
     "muon": (3.4445, -4.7750, 2.0315),                        # steep at 0: small singular values grow 3.4x a step
     "cubic": (1.5, -0.5, 0.0),                                # converges to U V^T
 }
-AT_MOST = 3                                                   # steps on one Gram matrix
+GRAM_STEPS = 3                                                # steps on one Gram matrix
 
 
 def newton_schulz_ref(S, steps=5, coefficients="muon", straight_through=False, dtype=None):
@@ -231,8 +231,8 @@ def all_times(R, stacks):
 
 
 def runs(steps):
-    """The steps in parts of AT_MOST, each on a Gram matrix of its own -> how many each has."""
-    return [min(AT_MOST, steps - first) for first in range(0, steps, AT_MOST)]
+    """The steps in parts of GRAM_STEPS, each on a Gram matrix of its own -> how many each has."""
+    return [min(GRAM_STEPS, steps - first) for first in range(0, steps, GRAM_STEPS)]
 
 
 def iterate_on_gram(stacks, steps, a, b, c):

@@ -6241,7 +6241,7 @@ MUTANTS = [
     ("NS coefficient mistyped", "muon.py", "2.0315", "2.3015", "test_ns_near_polar_factor"),
     ("NS one update of the Gram matrix short", "muon.py", "R = Q if R is None else", "R = Q if i < 2 else", "test_ns_is_the_plain_iteration"),
     ("NS ignores the precision asked for", "muon.py", "short(S * scale).to(dtype or S.dtype)", "short(S * scale)", "test_ns_half_precision"),
-    ("all steps on one Gram matrix", "muon.py", "AT_MOST = 3", "AT_MOST = 5", "test_ns_gradient_in_float32"),
+    ("all steps on one Gram matrix", "muon.py", "GRAM_STEPS = 3", "GRAM_STEPS = 5", "test_ns_gradient_in_float32"),
     ("Gram matrices of coarse products", "muon.py", "plain = not gram or ", "plain = ", "test_ns_where_products_are_coarse"),
     ("the chunk form does not ask for exact products", "chunks.py", "rule.ns_gram and exact_products(parts.v.device)", "rule.ns_gram",
      "test_ns_where_products_are_coarse"),
