@@ -31,7 +31,7 @@ import torch
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_BYTES = 1_115_394
-KINDS = ("char", "byte", "bpe", "gpt2")
+TOKENIZERS = ("char", "byte", "bpe", "gpt2")
 EVERY_BYTE = [bytes([b]) for b in range(256)]
 END = b"<|endoftext|>"                                  # GPT-2's last token, which no text becomes
 BLOCK = 2**20                                           # ids that are checked and counted together
@@ -262,8 +262,8 @@ class Tokenizer:
 
     def __init__(self, kind, tokens):
         tokens = list(tokens)
-        if kind not in KINDS:
-            raise ValueError(f"unknown tokenizer {kind!r}; choose one of {', '.join(KINDS)}")
+        if kind not in TOKENIZERS:
+            raise ValueError(f"unknown tokenizer {kind!r}; choose one of {', '.join(TOKENIZERS)}")
         if not tokens or any(type(t) is not bytes for t in tokens) or len(set(tokens)) < len(tokens):
             raise ValueError("tokens must be distinct byte strings")
         if kind == "byte" and tokens != EVERY_BYTE:
@@ -344,8 +344,8 @@ def make_tokenizer(kind, text, size=1024):
     its merges, up to `size` tokens in all (of the part to train on alone: what `split` gives, but cut by characters).
     Raises UserError for an unknown kind, a text without characters, and a gpt2 vocabulary that cannot be had.
     """
-    if kind not in KINDS:
-        raise UserError(f"unknown tokenizer '{kind}'; choose one of {', '.join(KINDS)}")
+    if kind not in TOKENIZERS:
+        raise UserError(f"unknown tokenizer '{kind}'; choose one of {', '.join(TOKENIZERS)}")
     if kind == "byte":
         return Tokenizer(kind, EVERY_BYTE)
     if kind == "gpt2":

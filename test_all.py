@@ -2927,7 +2927,7 @@ def test_a_token_file_is_no_text(tmp_path):
 TEXT = "To be, or not to be:\n\u00e9\u4e2d\U0001f600 the <|endoftext|> the end.  the\n"
 
 
-@pytest.mark.parametrize("kind", data.KINDS)
+@pytest.mark.parametrize("kind", data.TOKENIZERS)
 def test_tokenizer_round_trip(monkeypatch, kind):
     """Text to ids and back must be exact, through a checkpoint too, offline: a sample needs its own vocabulary."""
     fake_gpt2(monkeypatch)
@@ -2948,7 +2948,7 @@ def test_tokenizer_round_trip(monkeypatch, kind):
     assert t.decode([]) == "" and len(t.encode("")) == 0 and t.encode("").dtype == np.int64
 
 
-@pytest.mark.parametrize("kind", data.KINDS)
+@pytest.mark.parametrize("kind", data.TOKENIZERS)
 def test_tokenizer_stream(monkeypatch, kind):
     """Printed token by token, a character of several bytes must come out whole, not as U+FFFD, and only once."""
     fake_gpt2(monkeypatch)

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from data import KINDS, Parser, UserError, batch, make_tokenizer, read, replacing, streams, tokenizer_from_state, windows
+from data import TOKENIZERS, Parser, UserError, batch, make_tokenizer, read, replacing, streams, tokenizer_from_state, windows
 from models import LM, PRESETS, SIZES, Config, check, detach, flag, idle, opt
 from muon import exact_products, newton_schulz
 
@@ -52,7 +52,7 @@ class TrainConfig:
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
     size: str = opt("auto", "of the network and of the run; auto: baby on CUDA, else tiny", choices=("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a text file, or a folder of text files or token files (data.py)")
-    tokenizer: str = opt("char", "what a token is; bpe: byte pairs learned from your text, gpt2: those of GPT-2", choices=KINDS)
+    tokenizer: str = opt("char", "what a token is; bpe: byte pairs learned from your text, gpt2: those of GPT-2", choices=TOKENIZERS)
     bpe_size: int = opt(1024, "largest vocabulary of --tokenizer bpe", low=256)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv; a new run moves those of an earlier one to OUT/old-N")
     resume: bool = opt(False, "go on from OUT/ckpt.pt, with its settings; --device, --threads, --compile and --cuda-graph are to be given again")
