@@ -821,7 +821,7 @@ def plain_stretch_backward(how, part, grads, kept, balls, dy, dafter, M0, starts
     """
     (count, N), flat = part.v.shape[:2], part._replace(v=None).each(merged)
     saved, (zq, RX), reads, _ = of_stretch(how, kept)
-    at, own = anchor or [c[:, :, 0] for c in C], bool(C and not anchor)
+    at, carried = anchor or [c[:, :, 0] for c in C], bool(C and not anchor)
     room, slots, last, dafter = room_for_dC(how, part, C, dafter)
 
     W, C, starts = gradient_point(how, M0, at, N), [merged(c) for c in C], [m[: count * N] for m in starts]
@@ -834,7 +834,7 @@ def plain_stretch_backward(how, part, grads, kept, balls, dy, dafter, M0, starts
     learned = separate(Learned(again, rows_to_write(flat, again.pairs), rows, balls, dd, da), count)
     ones, dvs, rest = part.split(), grads.v.unbind(0), []
     for j in reversed(range(count)):
-        dafter, dv, dW, *more = learn_chunk_backward(how, ones[j], learned[j], own, slots[j], dafter, slots[j + 1])
+        dafter, dv, dW, *more = learn_chunk_backward(how, ones[j], learned[j], carried, slots[j], dafter, slots[j + 1])
         dvs[j].copy_(dv)
         dM0 = [m.add_(of_heads(w, m)) for m, w in zip(dM0, dW)]
         rest.append(more)
@@ -843,7 +843,7 @@ def plain_stretch_backward(how, part, grads, kept, balls, dy, dafter, M0, starts
     del again, learned, dd, da, rest, more                    # to make room: with short chunks the peak of memory is here
 
     put_writes(how, flat, grads, pairs, rows[0], C, last, dlast, [(a.mT, b.mT) for a, b in dxk] + [(dz, W[0])])
-    return dM0, dafter, dW if anchor else []
+    return dM0, dafter, dW if anchor else []                  # with an anchor the run is of one chunk: dW is that one's
 
 
 def put_writes(how, part, grads, pairs, narrow, C, last, dlast, to_xk):
@@ -1032,4 +1032,4 @@ def muon_chunks_backward(how, parts, grads, kept, dy, dafter, M0, anchor, *fast)
                 dfast = dfast._replace(W=[w.add_(d) for w, d in zip(dfast.W, dat)])
         del each                                              # to make room for the next stretch's
     dW, dS, dsums, dO = dfast
-    return dM0, dat if anchor else [], dW if W else [], dS, dsums, dO
+    return dM0, dat if anchor else [], dW if W else [], dS, dsums, dO            # with an anchor the run is of one chunk: dat is that one's

@@ -6350,7 +6350,7 @@ MUTANTS = [
      "test_omega_is_omega_ref[titans]"),
     ("gradient of a chunk: to the weights it takes gradients at", "chunks.py", "            c[:, 0].add_(w)", "            pass",
      "test_omega_is_omega_ref[titans]"),
-    ("gradient of chunks read together: of each, that of the first", "chunks.py", "ones[j], learned[j], own", "ones[j], learned[0], own",
+    ("gradient of chunks read together: of each, that of the first", "chunks.py", "ones[j], learned[j], carried", "ones[j], learned[0], carried",
      "test_chunks_read_together[titans-5]"),
     ("gradient of chunks read together: of M0 from the last of them", "chunks.py", "(-1, len(m))).sum(0, dtype=m.dtype)", "(-1, len(m)))[-1]",
      "test_chunks_read_together[from rest-5]"),
