@@ -767,22 +767,24 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     return order.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
 
-def configure(preset="atlas", **overrides):
-    """A preset's differences from Config's defaults, then `overrides` (fields of Config) -> Config.
+def configure(preset="atlas", size="tiny", **overrides):
+    """Config's defaults < a size < a preset < `overrides` (fields of Config) -> Config.
 
-    Raises ValueError for an unknown preset, field or value.
+    Raises ValueError for an unknown preset, size, field or value.
     """
     if preset not in PRESETS:
         raise ValueError(f"unknown model {preset!r}; choose one of {', '.join(PRESETS)}")
+    if size not in SIZES:
+        raise ValueError(f"unknown size {size!r}; choose one of {', '.join(SIZES)}")
     unknown = set(overrides) - {f.name for f in fields(Config)}
     if unknown:
         raise ValueError(f"unknown field {', '.join(sorted(unknown))}; Config has {', '.join(f.name for f in fields(Config))}")
-    return Config(**{**PRESETS[preset], **overrides})
+    return Config(**{**SIZES[size], **PRESETS[preset], **overrides})
 
 
-def build(preset="atlas", **overrides):
-    """A language model: LM(configure(preset, **overrides))."""
-    return LM(configure(preset, **overrides))
+def build(preset="atlas", size="tiny", **overrides):
+    """A language model: LM(configure(preset, size, **overrides))."""
+    return LM(configure(preset, size, **overrides))
 
 
 def mapped(state, f, of_M0):

@@ -2333,6 +2333,18 @@ def test_bad_configurations(preset, more, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("size", models.SIZES)
+@pytest.mark.parametrize("preset", models.PRESETS)
+def test_a_size_by_name_is_train_pys(preset, size):
+    """A preset's own features (none of titans, exp of dot) stand against a size's: else a wide titans is silently another model."""
+    config = models.configure(preset, size)
+    assert config == train.settings(dict(model=preset, size=size))[1]
+    assert config.features == models.PRESETS[preset].get("features", config.features)
+    assert models.configure(preset, size, n_layer=3, features="none").features == "none"
+    with pytest.raises(ValueError, match="unknown size '340M'; .* 340m"):
+        models.configure(preset, "340M")
+
+
 OTHER = dict(                                                 # of each field of Config another value than `small` has
     vocab_size=12, n_layer=2, n_head=4, n_embd=32, head_dim=2, persistent=3, memory="gated", expansion=3, memory_norm=True, loss="huber", window=2,
     chunk=8, momentum=False, muon=False, muon_every=1, ns_steps=3, ns_coefficients="cubic", memory_dtype="bfloat16", ns_dtype="bfloat16",
@@ -4682,6 +4694,7 @@ def test_one_run_a_folder(text, tmp_path, monkeypatch, capsys):
     fcntl, out = pytest.importorskip("fcntl"), tmp_path / "out"
     out.mkdir()
     (out / "best.pt.123.tmp").write_bytes(b"left by a run that was killed")
+    (out / "log.csv.123.tmp").write_bytes(b"likewise")
     with train.claim(out):
         assert not list(out.iterdir())
         assert "another run" in refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", out, "--steps", 1) and not list(out.iterdir())
@@ -6197,6 +6210,9 @@ def test_sizes_have_the_parameters_the_readme_says():
 
 # name, file, text (it must occur exactly once), what it becomes, the test that notices; then perhaps a second text and what it becomes
 MUTANTS = [
+    ("a size's features stand over a preset's", "models.py", "**SIZES[size], **PRESETS[preset], **overrides", "**PRESETS[preset], **SIZES[size], **overrides",
+     "test_a_size_by_name_is_train_pys"),
+    ("half a log stays", "train.py", "            for name in FILES: ", "            for name in FILES[:2]: ", "test_one_run_a_folder"),
     ("NS leaves 2-D and 3-D matrices alone (titans-pytorch)", "muon.py",
      "    out = NewtonSchulz.apply(", "    if not isinstance(S, tuple) and S.dim() <= 3:\n        return S\n    out = NewtonSchulz.apply(",
      "test_ns_near_polar_factor"),

@@ -195,6 +195,7 @@ def new_settings(given, origin):
 # ---- checkpoints
 
 FORMAT = 2
+FILES = "ckpt.pt", "best.pt", "log.csv"                        # what a run leaves in --out
 KEYS = dict(format=int, torch=str, preset=str, config=dict, train=dict, tokenizer=dict, data=dict, step=int, best=float,
             seconds=float, model=dict, optimizers=list, rng=dict)
 FOREIGN = "is not a checkpoint of train.py, which makes best.pt and ckpt.pt in --out"
@@ -339,8 +340,9 @@ def claim(out):
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise UserError(f"another run is writing to --out {out}; choose another folder, or wait for it to end") from None
-            for left in Path(out).glob("*.pt.*.tmp"):         # by a run that was killed while it saved
-                left.unlink()
+            for name in FILES:                                # by a run that was killed while it saved
+                for left in Path(out).glob(f"{name}.*.tmp"):
+                    left.unlink()
         yield
     finally:
         os.close(folder)
@@ -348,7 +350,7 @@ def claim(out):
 
 def set_aside(out):
     """A new run destroys nothing: what an earlier one left in the folder moves to OUT/old-1, OUT/old-2, ..."""
-    left = [out / name for name in ("ckpt.pt", "best.pt", "log.csv") if (out / name).exists()]
+    left = [out / name for name in FILES if (out / name).exists()]
     if left:
         old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
         old.mkdir()

@@ -200,7 +200,7 @@ def main():
     driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), get_device_interface=lambda: torch.cuda))
     preset = args.pop("model")
     args |= {} if args.pop("momentum") else dict(momentum=False)
-    model = models.build(preset, **models.SIZES["340m"] | models.PRESETS[preset] | dict(n_layer=1) | args)
+    model = models.build(preset, "340m", n_layer=1, **args)
     block, x, calls = model.blocks[0], torch.randn(B, T, 1024, requires_grad=True), Calls()
     model.compile_memory(backend=calls.backend, fullgraph=True)
 
