@@ -615,9 +615,11 @@ def plot(records, folder):
         for name in dict.fromkeys(r["name"] for r in rows):
             points = [(r[x], r[y]) for r in rows if r["name"] == name]
             if len(points) > 1:
-                axes.loglog(*zip(*points), marker="o", label=name)
+                axes.loglog(*zip(*points), base=2, marker="o", label=name)
         if axes.lines:
             axes.set(xlabel=label, title=title)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter("{x:,.7g}")
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
             folder.mkdir(exist_ok=True)

@@ -240,6 +240,11 @@ class MemoryState(NamedTuple):
 class Memory(nn.Module):
     """The layer that learns at test time (Figure 3, right): projections, convolution, gates, the Omega rule, norm, output gate.
 
+        x --+-- qkv -- short_conv, SiLU --+-- q, k -- unit length -- phi --+
+            |                             +-- v ---------------------------+-- omega: write (k, v), read with q -- norm --+
+            +-- gates -- keep, step, momentum, gate -----------------------+                                              * -- out -- y
+            +-- out_gate -- SiLU -----------------------------------------------------------------------------------------+
+
     With `muon`, what a token writes is read from the next block of `muon_every` > 1 tokens (at most `chunk`) on: a sequence of no more reads M0 alone,
     and keys, values and gates get no gradient. For short sequences take muon=False, or a small muon_every.
     """

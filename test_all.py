@@ -5829,18 +5829,19 @@ def test_a_picture_that_cannot_be_written_loses_no_figure(capsys, monkeypatch):
 
 def test_plot_draws_a_line_for_each_contestant(tmp_path, monkeypatch):
     """Of forward + backward alone, and of what was measured at two lengths or more; matplotlib itself need not be there."""
-    drawn, written = {}, []
+    drawn, written, labels = {}, [], []
 
     def subplots(**size):
         lines = []
         draw = lambda x, y, label, **style: lines.append(drawn.setdefault(label, (x, y)))
-        axes = argparse.Namespace(lines=lines, loglog=draw, **dict.fromkeys(("set", "grid", "legend"), lambda **how: None))
+        axis = argparse.Namespace(set_major_formatter=lambda text: labels.append(text.format(x=16384.0)))
+        axes = argparse.Namespace(lines=lines, loglog=draw, xaxis=axis, yaxis=axis, **dict.fromkeys(("set", "grid", "legend"), lambda **how: None))
         return argparse.Namespace(savefig=lambda path, **how: written.append(path)), axes
     pyplot = argparse.Namespace(subplots=subplots, close=lambda figure: None)
     monkeypatch.setitem(sys.modules, "matplotlib", argparse.Namespace(use=lambda backend: None, pyplot=pyplot))
     rows = [("atlas", 256, "both", 90.0), ("atlas", 256, "forward", 300.0), ("atlas", 512, "both", 80.0), ("swa", 512, "both", 70.0)]
     bench.plot([dict(part="layer", name=n, T=T, what=w, tokens_per_s=s) for n, T, w, s in rows], tmp_path / "results")
-    assert drawn == {"atlas": ((256, 512), (90.0, 80.0))} and written == [tmp_path / "results" / "bench-layer.png"]
+    assert drawn == {"atlas": ((256, 512), (90.0, 80.0))} and written == [tmp_path / "results" / "bench-layer.png"] and labels == ["16,384", "16,384"]
 
 
 @pytest.mark.parametrize("argv, names", [
