@@ -687,18 +687,24 @@ def run(args):
     say("  ".join(f"{name} {value}" for name, value in about.items()))
     parts = {name: PARTS[name] for name in args.part or PARTS}
     result = lambda: json.dumps(dict(bench="atlas", argv=sys.argv[1:], machine=about, records=bench.records))
+    def save():
+        try:
+            Path(args.json).write_text(result() + "\n")
+        except OSError as fault:
+            raise train.Halt(f"cannot write --json {args.json} ({fault.strerror}); the JSON of what was measured stands on stdout") from None
+
     if args.json is not None:
-        bench.save = lambda: Path(args.json).write_text(result() + "\n")
-    for name, (part, share) in parts.items():
-        bench.seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
-        torch.set_float32_matmul_precision(alone if name == "decode" else matmul)
-        with torch.compiler.set_stance("force_eager" if name == "decode" else "default"):       # as train.finish
-            part(bench)
-        bench.save()
+        bench.save = save
     try:
+        for name, (part, share) in parts.items():
+            bench.seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
+            torch.set_float32_matmul_precision(alone if name == "decode" else matmul)
+            with torch.compiler.set_stance("force_eager" if name == "decode" else "default"):   # as train.finish
+                part(bench)
+            bench.save()
         if args.plot:
             plot(bench.records, Path(__file__).parent / "results")
-    finally:                                                  # it may find no place to write
+    finally:                                                  # a file may find no place, or Ctrl-C come: what was measured is said
         say(f"\n{result()}")
 
 

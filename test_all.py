@@ -5827,6 +5827,20 @@ def test_a_picture_that_cannot_be_written_loses_no_figure(capsys, monkeypatch):
     assert json.loads(said.out.splitlines()[-1])["records"] == [7] and "Permission denied" in said.err
 
 
+@pytest.mark.parametrize("fault, code, words", [
+    (OSError(errno.ENOSPC, "No space left on device"), 1, "cannot write --json .*r.json .No space left.*stdout"), (KeyboardInterrupt(), 130, "stopped")])
+def test_a_run_cut_short_tells_what_it_measured(fault, code, words, tmp_path, capsys, monkeypatch):
+    """A disk that is full only then, or Ctrl-C in the second of two parts: the first one's minutes are on stdout."""
+    def cut(*_):
+        raise fault
+    monkeypatch.setattr(bench, "PARTS", dict(layer=(lambda b: b.records.append(7), 1), rule=(cut if code == 130 else lambda b: None, 1)))
+    if code == 1:
+        monkeypatch.setattr(Path, "write_text", cut)
+    assert bench.main(["--json", str(tmp_path / "r.json"), "--device", "cpu"]) == code
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["records"] == [7] and re.search(words, said.err)
+
+
 def test_plot_draws_a_line_for_each_contestant(tmp_path, monkeypatch):
     """Of forward + backward alone, and of what was measured at two lengths or more; matplotlib itself need not be there."""
     drawn, written, labels = {}, [], []
@@ -6211,6 +6225,10 @@ def test_sizes_have_the_parameters_the_readme_says():
 
 # name, file, text (it must occur exactly once), what it becomes, the test that notices; then perhaps a second text and what it becomes
 MUTANTS = [
+    ("a full disk takes the measurements along", "bench.py", "raise train.Halt(f\"cannot write --json", "raise ValueError(f\"cannot write --json",
+     "test_a_run_cut_short_tells_what_it_measured"),
+    ("what a stopped bench has measured is lost", "bench.py", "    finally:                                                  # a file may",
+     "    except ZeroDivisionError:\n        pass\n    else:  # a file may", "test_a_run_cut_short_tells_what_it_measured"),
     ("a size's features stand over a preset's", "models.py", "**SIZES[size], **PRESETS[preset], **overrides", "**PRESETS[preset], **SIZES[size], **overrides",
      "test_a_size_by_name_is_train_pys"),
     ("half a log stays", "train.py", "            for name in FILES: ", "            for name in FILES[:2]: ", "test_one_run_a_folder"),
