@@ -307,7 +307,9 @@ class Memory(nn.Module):
         return conv(tail, x, self.conv), last.to(tail.dtype, copy=x.shape[1] > 1)                # as omega.tail
 
     def start(self, x):
-        """The state before the first token, for a batch of len(x) sequences."""
+        """The state before the first token, for a batch of len(x) sequences. ValueError for a layer in half precision."""
+        if self.M0[0].dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(f"a memory learns in float32 or float64, not {self.M0[0].dtype}; take torch.autocast, or memory_dtype, for its products")
         inner = omega.start(self.config.rule(), self.phi, list(self.M0), len(x), momentum=self.config.momentum)
         return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, self.qkv.out_features))
 

@@ -2333,6 +2333,15 @@ def test_bad_configurations(preset, more, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("preset", ["atlas", "linear", "dot"])
+def test_a_layer_in_half_precision_is_refused(preset, dtype):
+    """What is to be done instead, not a product of two precisions somewhere inside."""
+    layer = models.Memory(models.configure(preset, n_embd=16, n_head=2, head_dim=8)).to(dtype)
+    with pytest.raises(ValueError, match=f"not {dtype}; take torch.autocast"):
+        layer(torch.randn(1, 3, 16, dtype=dtype))
+
+
 @pytest.mark.parametrize("size", models.SIZES)
 @pytest.mark.parametrize("preset", models.PRESETS)
 def test_a_size_by_name_is_train_pys(preset, size):
@@ -6225,6 +6234,8 @@ def test_sizes_have_the_parameters_the_readme_says():
 
 # name, file, text (it must occur exactly once), what it becomes, the test that notices; then perhaps a second text and what it becomes
 MUTANTS = [
+    ("a layer in float16 fails inside", "models.py", "dtype in (torch.bfloat16, torch.float16):\n            raise ValueError(f\"a memory",
+     "dtype in (torch.bfloat16,):\n            raise ValueError(f\"a memory", "test_a_layer_in_half_precision_is_refused"),
     ("a full disk takes the measurements along", "bench.py", "raise train.Halt(f\"cannot write --json", "raise ValueError(f\"cannot write --json",
      "test_a_run_cut_short_tells_what_it_measured"),
     ("what a stopped bench has measured is lost", "bench.py", "    finally:                                                  # a file may",
