@@ -195,7 +195,7 @@ def new_settings(given, origin):
 # ---- checkpoints
 
 FORMAT = 2
-FILES = "ckpt.pt", "best.pt", "log.csv"                        # what a run leaves in --out
+FILES = "ckpt.pt", "best.pt", "log.csv"                       # what a run leaves in --out
 KEYS = dict(format=int, torch=str, preset=str, config=dict, train=dict, tokenizer=dict, data=dict, step=int, best=float,
             seconds=float, model=dict, optimizers=list, rng=dict)
 FOREIGN = "is not a checkpoint of train.py, which makes best.pt and ckpt.pt in --out"
