@@ -221,20 +221,28 @@ def init_apart(layer):
         layer.init()
 
 
-def check_batch(x, held, least=0):
-    """ValueError if x is not (B, T, n_embd), if B is below `least`, or if `held`, a tensor of the state, is of another number of sequences."""
+def check_batch(x, state, kind, least=0):
+    """ValueError if x is not (B, T, n_embd), if B is below `least`, or if a state is not of this `kind` or of another number of sequences."""
     if x.dim() != 3:
         raise ValueError(f"a layer reads (batch, tokens, n_embd), not {tuple(x.shape)}; for one sequence: x[None]")
     if len(x) < least:
         raise ValueError("a memory needs at least one sequence: the batch is empty")
-    if held is not None and len(held) != len(x):
-        raise ValueError(f"the state is of {len(held)} sequences, the batch of {len(x)}")
+    if state is None:
+        return
+    if not isinstance(state, kind):
+        raise ValueError(f"this layer carries on from {kind.__name__}, not {type(state).__name__}: the state is of another model, or of another part of it")
+    if state.sequences not in (None, len(x)):
+        raise ValueError(f"the state is of {state.sequences} sequences, the batch of {len(x)}")
 
 
 class MemoryState(NamedTuple):
     """What a Memory carries from call to call."""
     rule: omega.State                                         # the memory itself
     conv: torch.Tensor                                        # (B, 3, 3 H D), the last inputs of the convolution
+
+    @property
+    def sequences(self):
+        return len(self.conv)
 
 
 class Memory(nn.Module):
@@ -291,7 +299,7 @@ class Memory(nn.Module):
         """keep, step, momentum (B, H, T) and gate (B, H, T, window), in the parameters' precision, each a function of its token."""
         c = self.config
         # alpha, eta, theta, gamma of ATLAS
-        keep, step, momentum, gate = self.heads(self.gates(x.to(self.gates.weight.dtype))).split(self.n_gates, -1)
+        keep, step, momentum, gate = self.heads(self.gates(x.to(self.M0[0].dtype))).split(self.n_gates, -1)
         keep = keep.sigmoid().squeeze(-1) if c.keep else torch.ones_like(keep).squeeze(-1)
         step = c.max_step / c.chunk * step.sigmoid().squeeze(-1)                                 # choice 16
         gate = (gate.sigmoid() if c.gate == "token" else gate.new_ones(*keep.shape, c.window)) / c.window              # choice 6
@@ -311,11 +319,11 @@ class Memory(nn.Module):
         if self.M0[0].dtype in (torch.bfloat16, torch.float16):
             raise ValueError(f"a memory learns in float32 or float64, not {self.M0[0].dtype}; take torch.autocast, or memory_dtype, for its products")
         inner = omega.start(self.config.rule(), self.phi, list(self.M0), len(x), momentum=self.config.momentum)
-        return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, self.qkv.out_features))
+        return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, 3 * self.config.n_head * self.config.head_dim))
 
     def forward(self, x, state=None):
         """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_batch`."""
-        check_batch(x, state and state.conv, least=1)
+        check_batch(x, state, MemoryState, least=1)
         state = state or self.start(x)
         q, k, v, tail = self.make_qkv(self.qkv(x), state.conv)
         with memory.autocast(x.device):                       # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
@@ -430,6 +438,10 @@ class AttentionState(NamedTuple):
     v: torch.Tensor
     pos: int                                                  # tokens so far; in mac of the segment
 
+    @property
+    def sequences(self):
+        return len(self.k)
+
 
 def rope(x, pos):
     """Rotary positions (Su et al. 2021): pairs of coordinates of x (B, H, T, D) turn by an angle that grows with the position."""
@@ -472,7 +484,7 @@ class Attention(nn.Module):
 
     def forward(self, x, state=None, prefix=None):
         """(B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState. ValueError as `check_batch`."""
-        check_batch(x, state and state.k)
+        check_batch(x, state, AttentionState)
         T, w = x.shape[1], self.config.attn_window
         q, k, v = self.project(x)
         pos = state.pos if state else 0
@@ -516,6 +528,12 @@ class WiringState(NamedTuple):
     attention: AttentionState | None                          # of mac: the segment in progress
     frozen: tuple                                             # of mac: the fast weights, and keys, at the start of the segment
 
+    @property
+    def sequences(self):
+        """None between two segments of mac without a memory, where nothing is held."""
+        held = self.memory or self.attention
+        return held and held.sequences
+
 
 class Wiring(nn.Module):
     """Memory and attention together, with persistent tokens p, after Titans (section 4, and its equation numbers).
@@ -547,9 +565,8 @@ class Wiring(nn.Module):
             nn.init.normal_(self.persistent)
 
     def forward(self, x, state=None):
-        """(B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState."""
-        held = state and (state.memory.conv if state.memory else state.attention and state.attention.k)
-        check_batch(x, held, least=1 if self.memory else 0)
+        """(B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. ValueError as `check_batch`."""
+        check_batch(x, state, WiringState, least=1 if self.memory else 0)
         return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()))
 
     def remember(self, x, state):
@@ -705,15 +722,18 @@ class LM(nn.Module):
     def forward(self, tokens, state=None):
         """tokens (B, T) integers, state from an earlier call or None -> logits (B, T, vocab_size), state after the last token.
 
-        Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape.
+        Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape, and for a state of another model.
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens are (B, T), not {tuple(tokens.shape)}; for one sequence: tokens[None]")
         x = self.embed(tokens)
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
+        state = state or [None] * len(self.blocks)
+        if len(state) != len(self.blocks):
+            raise ValueError(f"the state is of {len(state)} layers, the model has {len(self.blocks)}")
         states, remat = [], self.remat and torch.is_grad_enabled()
-        for block, s in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
+        for block, s in zip(self.blocks, state):
             # the random state is for dropout alone; a GPU that records (train.Recorded) could not tell it
             x, s = checkpoint(block, x, s, use_reentrant=False, preserve_rng_state=self.config.dropout > 0) if remat else block(x, s)
             states.append(s)
@@ -820,15 +840,17 @@ def detach(state):
 
 
 def select(state, rows):
-    """The state, or a list or dict of states, of some sequences of a batch: a copy. rows is a slice, or a list or tensor of row numbers, each
-    as often as you like. ValueError for a single number.
+    """The state, or a list or dict of states, of some sequences of a batch: a copy. rows is a slice, or a list, tuple or tensor of row numbers,
+    each as often as you like. ValueError for a single number.
 
     select(state, [0] * 5) is for five prompts after one text, select(state, best) for a beam search.
     """
+    rows = [*rows] if isinstance(rows, tuple) else rows
+
     def chosen(t):                                            # a slice of t would keep (and torch.save) the others' memories, too
         which = torch.arange(len(t), device=t.device)[rows]
         if which.dim() != 1 or isinstance(rows, list) and any(isinstance(row, float) for row in rows):           # of which torch drops the fraction
-            raise ValueError(f"rows are a slice, or a list or tensor of row numbers, not {rows!r}")
+            raise ValueError(f"rows are a slice, or a list, tuple or tensor of row numbers, not {rows!r}")
         return t[which]
     return mapped(state, chosen, lambda m: m)
 

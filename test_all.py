@@ -1816,12 +1816,12 @@ def test_select_of_lists_slices_and_single_numbers():
     model, x, y = shaken(small("omeganet")), torch.randint(11, (2, 6)), torch.randint(11, (2, 5))
     _, state = model(x)
     want = model(y, models.select(state, [1, 0]))[0]
-    for swapped in (models.select([*state], [1, 0]), models.select(dict(a=state), torch.tensor([1, 0]))["a"]):
+    for swapped in (models.select([*state], [1, 0]), models.select(dict(a=state), torch.tensor([1, 0]))["a"], models.select(state, (1, 0))):
         assert torch.equal(model(y, swapped)[0], want)
     assert models.state_bytes([*state]) == models.state_bytes(dict(a=state)) == models.state_bytes(state) > 0
     one = models.select(state, slice(0, 1))
     assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors(one) if not isinstance(t, torch.nn.Parameter))
-    for rows in (1, [0.7]):
+    for rows in (1, [0.7], (0.7, 1)):
         with pytest.raises(ValueError, match="rows are a slice, or a list"):
             models.select(state, rows)
 
@@ -2506,6 +2506,50 @@ def test_tokens_of_a_wrong_shape(preset):
     for state in (None, models.select(model(torch.zeros(1, 3, dtype=torch.long))[1], [])):
         with nullcontext() if preset == "transformer" else pytest.raises(ValueError, match="at least one sequence"):
             assert model(torch.zeros(0, 5, dtype=torch.long), state)[0].shape == (0, 5, 11)
+
+
+def test_a_state_of_another_model():
+    """An AttributeError, or an unpacking, somewhere inside; a state of fewer layers said: zip() argument 2 is shorter than argument 1."""
+    tokens = torch.randint(11, (2, 6))
+    models_ = dict(memory=small("omeganet", n_layer=2), attention=small("transformer", n_layer=2), wiring=small("omeganet", n_layer=2, wiring="mal"))
+    states = {name: model(tokens)[1] for name, model in models_.items()}
+    for name, model in models_.items():
+        for other, state in states.items():
+            with nullcontext() if name == other else pytest.raises(ValueError, match="carries on from .*State, not .*State: the state is of another"):
+                model(tokens, state)
+        with pytest.raises(ValueError, match="the state is of 1 layers, the model has 2"):
+            model(tokens, states[name][:1])
+        with pytest.raises(ValueError, match="the state is of 2 sequences, the batch of 1"):
+            model(tokens[:1], states[name])
+    with pytest.raises(ValueError, match="carries on from MemoryState, not State"):              # a layer's state, where one for each layer is due
+        models_["memory"](tokens, states["memory"][0])
+
+
+@every_preset
+def test_projections_may_be_wrapped(preset):
+    """LoRA has no out_features, and a quantized layer's weight is a method: both were asked for."""
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model, tokens = shaken(small(preset)), torch.randint(11, (2, 9))
+    want, _ = model(tokens)
+    for name, linear in [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]:
+        model.set_submodule(name, Wrapped(linear))
+    a, state = model(tokens[:, :4])
+    close(torch.cat([a, model(tokens[:, 4:], state)[0]], 1), want)
+
+
+@pytest.mark.parametrize("preset", ["atlas", "omeganet"])
+def test_export(preset):
+    """As the README says: of a shape, without gradients."""
+    layer = models.Memory(models.configure(preset, n_embd=8, n_head=2, head_dim=4, chunk=4, muon_every=4)).requires_grad_(False)
+    x, y = torch.randn(2, 2, 11, 8)
+    close(torch.export.export(layer, (x,)).module()(y)[0], layer(y)[0], 1e-5)
 
 
 PAPER_TABLE = {               # decay, deep, phi, 2nd order, window; then loss, norm inside, momentum
@@ -6818,7 +6862,7 @@ MUTANTS = [
      "test_backward_inside_of_autocast[atlas-more0]"),
     ("no autocast on the meta device", "memory.py", "if not torch.compiler.is_compiling() and not torch.amp.is_autocast_available(device.type):", "if False:",
      "test_nothing_waits_for_the_host"),
-    ("gates take what autocast leaves", "models.py", "self.gates(x.to(self.gates.weight.dtype))", "self.gates(x)",
+    ("gates take what autocast leaves", "models.py", "self.gates(x.to(self.M0[0].dtype))", "self.gates(x)",
      "test_backward_inside_of_autocast[atlas-more4]"),
     ("a tensor made on the host", "omega.py", "i = torch.arange(T, device=q.device)[:, None]", "i = torch.arange(T)[:, None]",
      "test_nothing_waits_for_the_host[omeganet-more2]"),
@@ -7131,6 +7175,14 @@ MUTANTS = [
     ("the processor's seconds of several threads", "bench.py", " and torch.get_num_threads() == 1", "",
      "test_on_one_thread_time_is_that_of_the_processor"),
     ("a state of exp features keeps a copy of M0", "omega.py", "state._replace(M0=M0)  ", "state  ", "test_detach[dot]"),
+    ("a projection has out_features", "models.py", "3 * self.config.n_head * self.config.head_dim)", "self.qkv.out_features)",
+     "test_projections_may_be_wrapped[omeganet]"),
+    ("a projection has a weight", "models.py", "x.to(self.M0[0].dtype)", "x.to(self.gates.weight.dtype)",
+     "test_projections_may_be_wrapped[omeganet]"),
+    ("a state of another model", "models.py", "if not isinstance(state, kind):", "if False:", "test_a_state_of_another_model"),
+    ("a state of fewer layers", "models.py", "if len(state) != len(self.blocks):", "if False:", "test_a_state_of_another_model"),
+    ("a tuple of rows", "models.py", "rows = [*rows] if isinstance(rows, tuple) else rows", "pass",
+     "test_select_of_lists_slices_and_single_numbers"),
     ("M0 is selected like a sequence", "models.py", "mapped(state, chosen, lambda m: m)", "mapped(state, chosen, chosen)", "test_select[atlas]"),
     ("a zero vector's gradient", "models.py", "norm.masked_fill(norm < 1e-12, torch.inf)", "norm.clamp_min(1e-12)", "test_unit_vectors"),
     ("S_0 for W_0", "omega.py", "if bool(state.S) != (gates.momentum is not None):", "if False:", "test_bad_arguments"),
