@@ -5,7 +5,7 @@ What is computed in a chunk, for each matrix of the memory:
 
     read_carried        r_t (keepprod_t W_0 + u_t S_0 + M0)              what tokens read of what was there before their chunk
     read_chunks         + (P o R X^T) D                                  and of what it has learned up to them
-    learn_chunk         x_i, d_i at the anchor;  X^T (P_last o D)        what the chunk leaves behind
+    learn_chunk         x_i, d_i at the anchor;  X^T (P_last o D)        what the chunk leaves behind, P_last the last row of P as a column
     muon_learn          the same for the sum of the S_t of every block j, and from those W_j and O_j
     muon_read           r_t (since_t W_j + own_t O_j + M0)
 
@@ -512,7 +512,7 @@ def stretches(parts, weights, alone):
 
 
 def even(count, size):
-    """The size of the parts of `count` that are to be of at most `size`: all of one, if that is not much smaller."""
+    """How large to make the parts of `count`: the largest divisor of `count` in (size // 2, size], so that all are equal; if there is none, `size`."""
     return next((s for s in range(min(size, count), size // 2, -1) if count % s == 0), size)
 
 

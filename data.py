@@ -58,6 +58,8 @@ class Parser(argparse.ArgumentParser):
         return value
 
     def error(self, message):
+        if message.endswith("expected one argument"):
+            message += "; one that begins with - is given as --flag=-VALUE"
         self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
 
 
@@ -84,7 +86,7 @@ class Corpus(NamedTuple):
     def splits(self, tokenizer, seq_len):
         """-> ids to train and to validate on. Raises UserError for a text too short, or token files of another vocabulary."""
         if not self.tokens:
-            return split(tokenizer.encode(self.text), seq_len)
+            return split(tokenizer.encode(self.text), seq_len, self.used)
         if tokenizer.kind not in ("byte", "gpt2"):
             raise UserError(f"{self.used} holds token files, of bytes or of GPT-2's tokens, but this model's vocabulary was made of a text "
                             f"(--tokenizer {tokenizer.kind}); give a text")
@@ -125,7 +127,7 @@ def load_text(name, folder="data"):
         return _pydoc(), "pydoc"
     text = "".join(_pieces(name))
     if not text.strip("\n"):
-        raise UserError(f"{name} is empty; --data needs a file or folder with text in it")
+        raise UserError(f"{name} is empty, or nothing but line ends; --data needs a file or folder with text in it")
     return text, str(name)
 
 
@@ -179,19 +181,27 @@ def _open(path):
         raise UserError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from None
 
 
+MARKS = {"utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
+
+
 def _decode(data, path, offset=0):
     """UTF-8 bytes, those of the file from `offset` on -> text; a byte order mark at the file's beginning is dropped."""
     body = data if offset else data.removeprefix(codecs.BOM_UTF8)
     try:
-        return body.decode("utf-8")
+        text = body.decode("utf-8")
+        if 10 * body.count(0) > len(body):              # some may be in a text; but of English in UTF-16 they are half
+            raise UnicodeDecodeError("utf-8", body, body.index(0), len(body), "many NUL bytes")
+        return text
     except UnicodeDecodeError as error:
-        guess = "utf-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin1"
+        guess = next((name for name, marks in MARKS.items() if not offset and data.startswith(marks)), "latin1")
         at = error.start + len(data) - len(body)
         if error.reason == "unexpected end of data":
             raise UserError(f"{path} is not UTF-8: it ends within a character, at offset {offset + at}; if it was cut there, leave that "
                             f"character out, perhaps with: truncate -s {offset + at} {shlex.quote(str(path))}") from None
-        raise UserError(f"{path} is not UTF-8: byte 0x{data[at]:02x} at offset {offset + at}; convert it, "
-                        f"perhaps with: iconv -f {guess} -t utf-8") from None
+        fault = f"{path} is not UTF-8: byte 0x{data[at]:02x} at offset {offset + at}"
+        if guess == "latin1" and 0 in data:
+            raise UserError(f"{fault}, and it holds NUL bytes; unpack it if it is compressed, or give its text as UTF-8") from None
+        raise UserError(f"{fault}; convert it, perhaps with: iconv -f {guess} -t utf-8") from None
 
 
 def _shakespeare(path):
@@ -551,7 +561,7 @@ def make_token_files(name, kind, out):
 
 # ---- batches
 
-def split(ids, seq_len=1):
+def split(ids, seq_len=1, name="the text"):
     """ids (N,) -> train, the first 90 %, and val, the last 10 %, as nanoGPT cuts.
     Raises UserError when either part is too short for one window of seq_len tokens and the token after it.
     """
@@ -559,7 +569,7 @@ def split(ids, seq_len=1):
     cut = n * 9 // 10
     if n - cut < seq_len + 1:
         longest = max(n - cut - 1, 0)
-        raise UserError(f"the text is too short: it has {n} tokens, and windows of {seq_len} need {10 * seq_len + 1}, "
+        raise UserError(f"{name} is too short: it has {n} tokens, and windows of {seq_len} need {10 * seq_len + 1}, "
                         f"for a tenth of them is kept for validation; give a longer text"
                         + (f", or --seq-len {longest} at most" if longest else ""))
     return ids[:cut], ids[cut:]
@@ -674,7 +684,7 @@ def main(argv=None):
         print(f"error: {fault}", file=sys.stderr)
         return 2
     except OSError as fault:
-        print(f"error: cannot write to --out {args.out} ({fault.strerror or f'{fault}: disk full?'})", file=sys.stderr)
+        print(f"error: cannot write to --out {args.out} ({fault.strerror or f'{fault}: disk full?'}); choose another folder, or make room", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("error: stopped; no file was made", file=sys.stderr)

@@ -192,7 +192,8 @@ class Recomputed(NamedTuple):
 def gradients_again(kind, W, x, saved):
     """The pairs again, from what `gradients` saved: to compute them takes no longer than to load them would. -> Recomputed
 
-    Also slope = dh/dz and bend = g d(slope)/dz, all that gradients_backward needs of the activations h.
+    Also slope = dh/dz and bend = g d(slope)/dz, all that gradients_backward needs of the activations h. Of `gated`, h = gelu(z) u, both
+    have a half for z and one for u: slope [gelu' u | gelu], bend [g gelu'' u | g gelu'], the second for z and u (u and u: 0).
     """
     z, f, e = saved
     if kind == "linear":
@@ -262,8 +263,8 @@ def bent(kind, d, bend):
     """What z gets through the slope in `slope * g`, from d, the gradient of that product; `bend` is g times the slope's derivative."""
     if firsts(kind) == 1:
         return d * bend
-    (d1, d2), (p, r) = d.chunk(2, -1), bend.chunk(2, -1)
-    return torch.cat([d1 * p + d2 * r, d1 * r], -1)
+    (dz, du), (zz, zu) = d.chunk(2, -1), bend.chunk(2, -1)    # second derivatives by z twice, by z and u; by u twice it is 0
+    return torch.cat([dz * zz + du * zu, dz * zu], -1)
 
 
 def both(kind, g):

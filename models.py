@@ -253,8 +253,9 @@ class Memory(nn.Module):
             +-- gates -- keep, step, momentum, gate -----------------------+                                              * -- out -- y
             +-- out_gate -- SiLU -----------------------------------------------------------------------------------------+
 
-    With `muon`, what a token writes is read from the next block of `muon_every` > 1 tokens (at most `chunk`) on: a sequence of no more reads M0 alone,
-    and keys, values and gates get no gradient. For short sequences take muon=False, or a small muon_every.
+    With `muon`, what a token writes is read from the next block of `muon_every` > 1 tokens (at most `chunk`) on: a sequence of no more reads M0 alone
+    (with forget="zero" what keep leaves of it), and keys, values and the other gates get no gradient. For short sequences take muon=False, or a small
+    muon_every.
     """
     conv_width = 4
 
@@ -286,17 +287,20 @@ class Memory(nn.Module):
             else:                                             # 1 / sqrt(hidden units): so x W is about as long as phi(k)
                 nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)
         nn.init.normal_(self.gates.weight, std=0.02)
-        bias = [torch.linspace(1, 6, H)[:, None],             # keep 0.73 .. 0.998: heads remember for different spans  (choice 16)
-                torch.full((H, 1), -1.0), torch.zeros(H, sum(self.n_gates[2:]))]              # step 0.27 of its bound; momentum and gate 1/2
+        keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)       # 0.73 .. 0.998: heads remember for different spans  (choice 16)
+        step, others = torch.full((H, 1), -1.0), torch.zeros(H, sum(self.n_gates[2:]))           # 0.27 of its bound; momentum and gate 1/2
         with torch.no_grad():
-            self.gates.bias.copy_(torch.cat(bias, 1).flatten())
+            self.gates.bias.copy_(torch.cat([keep[:, None], step, others], 1).flatten())
 
     def heads(self, x):
         """(B, T, H D) -> (B, H, T, D)"""
         return x.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)
 
     def make_gates(self, x):
-        """keep, step, momentum (B, H, T) and gate (B, H, T, window), in the parameters' precision, each a function of its token."""
+        """keep, step, momentum (B, H, T) and gate (B, H, T, window), each a function of its token.
+
+        In the parameters' precision, as `forward` calls it: outside of autocast, in which they would be rounded (a keep of 0.999 to 1).
+        """
         c = self.config
         # alpha, eta, theta, gamma of ATLAS
         keep, step, momentum, gate = self.heads(self.gates(x.to(self.M0[0].dtype))).split(self.n_gates, -1)
@@ -625,8 +629,9 @@ class Wiring(nn.Module):
             if not state.frozen:
                 state = state._replace(frozen=(omega.total(state.memory.rule), state.memory.rule.keys))
             context.insert(0, self.memory.retrieve(x, *state.frozen))                            # Titans Eq 21
-        q = rope(a.q_norm(next(a.project(x))), pos)
-        ks, vs = zip(*[(rope(a.k_norm(k), pos), v) for _, k, v in map(a.project, context)])
+        projected = [tuple(a.project(h)) for h in context]
+        q = rope(a.q_norm(projected[-1][0]), pos)                                                # of x alone
+        ks, vs = zip(*[(rope(a.k_norm(k), pos), v) for _, k, v in projected])
         ks, vs = (torch.stack(s, 2) for s in (ks, vs))                                           # (B, H, 1 or 2, T, D)
         if state.attention:
             ks, vs = torch.cat([state.attention.k, ks], 3), torch.cat([state.attention.v, vs], 3)
@@ -722,7 +727,8 @@ class LM(nn.Module):
     def forward(self, tokens, state=None):
         """tokens (B, T) integers, state from an earlier call or None -> logits (B, T, vocab_size), state after the last token.
 
-        Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape, and for a state of another model.
+        Any split of a sequence over calls gives the logits of the whole, to rounding. ValueError for tokens of another shape, and for a state of
+        another model.
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens are (B, T), not {tuple(tokens.shape)}; for one sequence: tokens[None]")

@@ -24,9 +24,9 @@ r_t, x_i and d_i the rows of R, X and D (in this formula alone not the head dim)
 step t, which the tensor `gate` has at [t, window - 1 - (t - i)]. (The paper's letters are others: its u_i in Eq 34 - 38 is x_i^T d_i here, its
 beta_t momprod_t, its G the gradients themselves. u here, and G below, are numbers that multiply them.)
 
-No per-token weight is formed. With Newton-Schulz one W and one sum of S_t are, for each block of m tokens, and r_t W_t is two products: with that
-block's W_j and its O_j, the NS of the sum before it. Where m = 1 and there is no momentum S_t is a sum of `window` pairs x^T d, and its NS is one
-as well: attention again, if the window is short (`pairs_chunk`).
+No per-token weight is formed. With Newton-Schulz there are two matrices a block of m tokens: W_j, the W before it, and O_j, the NS of the sum
+over the block before it (m = 1: of its own S_t). So r_t W_t = since_t (r_t W_j) + own_t (r_t O_j), two products for a whole block. Where m = 1 and
+there is no momentum S_t is a sum of `window` pairs x^T d, and so is its NS: attention again, if the window is short (`pairs_chunk`).
 
 P for c = 3, window = 2, no momentum, and a pair 0 from before the chunk (k, s, g for keep, step, gate): each row is the one above times
 keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and once more at token 3, has faded once by then:
@@ -39,6 +39,10 @@ keep_t, plus step_t times its row of Gate. So pair 2, written at token 2 and onc
 `omega` is that again, faster and for any length, a long text in pieces: all that depends on the gates alone (`mixing`) and the way from tokens
 to chunks and back are here, the products, with their gradient written out, in chunks.py; but those of few pairs (`by_pairs`) are here.
 N stands for B H, c for the tokens of a chunk, n for the pairs they learn from.
+
+From long to short: a text is read in pieces (`pieces`: memory), a piece in up to three runs of equal chunks (`cuts`: the rest of a chunk in
+progress, whole chunks, a chunk begun), a run in stretches of chunks (chunks.stretches: cache); a chunk has blocks of m tokens (Newton-Schulz),
+or, compiled for a GPU, tiles (`tile`).
 """
 import sys
 from itertools import repeat
@@ -69,7 +73,7 @@ class Rule(NamedTuple):
     straight_through: bool = False
     ns_dtype: torch.dtype | None = None                       # of Newton-Schulz inside; None: as the fast weights
     forget: str = "zero"                                      # what keep < 1 leads back to: zero as printed, or M0 ("start")  (choice 21)
-    norm: bool = False                                        # divide what mlp and gated answer by its RMS  (choice 11)
+    norm: bool = False                                        # divide what the last matrix of mlp and gated produces by its RMS  (choice 11)
     ball: float = 0.0                                         # largest norm of a matrix of W at a chunk boundary; 0: none  (choice 22)
     ns_gram: bool = True                                      # Newton-Schulz on Gram matrices, where that pays and products are exact
     dtype: torch.dtype | None = None                          # of the products of `omega` and what they multiply: bfloat16 (or float16)
@@ -221,11 +225,11 @@ def band(gate):
 def omega_chunk(rule, phi, q, k, v, gates, state):
     """The same rule as a few matrix products a chunk: for reading, and for whoever writes a kernel. `omega` is the same, faster.
 
-    Arguments, returns and errors of `omega_ref`, for whole chunks from a chunk boundary on (else ValueError); the gradient is autograd's.
+    Arguments, returns and errors of `omega_ref`, which gets what is not whole chunks from a chunk boundary on; the gradient is autograd's.
     """
     check_momentum(gates, state)
     if state.pos or q.shape[2] % rule.chunk:
-        raise ValueError("omega_chunk takes whole chunks, from a chunk boundary on; omega takes any length")
+        return omega_ref(rule, phi, q, k, v, gates, state)
     B, T, c, w, m = len(q), q.shape[2], rule.chunk, rule.window, rule.muon_every
     missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
     gate = gates.gate * (torch.arange(T)[:, None] + torch.arange(w) >= missing).to(q.device)
@@ -448,11 +452,12 @@ def muon_mixing(gates, m, pos):
     """
     c, like = gates.keep.shape[-1], dict(dtype=gates.gate.dtype, device=gates.gate.device)
     blocks, fill = -(-(pos + c) // m), chunks.padding(pos, c, m)
-    momprod, j = None, torch.arange(pos, pos + c, device=gates.gate.device) // m
-    rows = torch.eye(blocks, **like)[j]                       # (c, blocks): 1 where t is in block j
+    momprod, block = None, torch.arange(pos, pos + c, device=gates.gate.device) // m
+    rows = torch.eye(blocks, **like)[block]                   # (c, blocks): 1 where t is in block j
     if gates.momentum is not None:                            # Eq 39: sums over those t of Theta[t, s], R_s = rows_s + momentum_{s+1} R_{s+1}
         rows = torch.cat([rows, torch.eye(c, **like)[:, -1:]], -1).expand(*gates.momentum.shape, -1)
-        rows = recur(gates.momentum.flip(-1).roll(1, -1), rows.flip(-2))[0].flip(-2)
+        after = gates.momentum.roll(-1, -1)                   # momentum_{s+1} at s; of the last token, where R begins, recur uses none
+        rows = recur(after.flip(-1), rows.flip(-2))[0].flip(-2)
         momprod = gates.momentum[..., :1, None] * rows[..., :1, :].mT
     if c == 1:                                                # G = R^T Gate
         G = rows.mT * gates.gate

@@ -111,7 +111,7 @@ class Monomials(torch.autograd.Function):
             for i, tail, rows in blocks(n, factors):
                 a, part = x[..., i: i + 1, :], g[..., rows, :]
                 if factors == p:
-                    part = part * (root if i else weight)[rows]
+                    part = part * (root if i else weight)[rows]                  # of i = 0 degrees vary; of the others scale[p] comes below
                 sums = (level[..., tail, :] * part).sum(-2, keepdim=True)
                 if factors == p and i:                        # all of degree p
                     dscale[p] += (a * sums).sum()

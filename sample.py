@@ -12,7 +12,7 @@ import sys
 import torch
 
 from data import Parser, UserError, at_least
-from train import continue_text, encode_prompt, exit_code, load_checkpoint, pick_device, rebuild, tune_cpu
+from train import Halt, continue_text, encode_prompt, exit_code, load_checkpoint, pick_device, rebuild, tune_cpu
 
 
 def parse(argv=None):
@@ -47,7 +47,7 @@ def read_prompt(args):
         with open(name, encoding="utf-8-sig", newline="") as f:
             return f.read()
     except OSError as fault:
-        raise UserError(f"cannot read the prompt {name}: {fault.strerror}") from None
+        raise UserError(f"cannot read the prompt '{name}': {fault.strerror}; check the path") from None
     except UnicodeDecodeError as fault:
         raise UserError(f"the prompt {name} is not UTF-8 (byte {fault.start}); convert it first") from None
 
@@ -66,6 +66,16 @@ def until(stop, pieces):
     yield held
 
 
+def write(text):
+    """To stdout, at once."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as fault:
+        raise Halt(f"stdout took no more of the text ({fault.strerror})") from None
+
+
 def speak(args):
     prompt = read_prompt(args)
     device = pick_device(args.device)
@@ -77,11 +87,11 @@ def speak(args):
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=torch.Generator(device).manual_seed(args.seed))
     for i in range(args.num):
         if i:
-            print("---------------", flush=True)
-        print(prompt, end="", flush=True)
+            write("---------------\n")
+        write(prompt)
         try:
             for piece in until(args.stop, continue_text(model, tokenizer, ids, args.tokens, **how)):
-                print(piece, end="", flush=True)
+                write(piece)
         except KeyboardInterrupt:
             print(file=sys.stderr)                            # not behind the text
             raise
@@ -89,7 +99,7 @@ def speak(args):
             if "probability tensor" in str(fault):            # torch.multinomial's
                 raise UserError(f"what {ckpt['path']} predicts is not finite: its training has diverged; take another checkpoint") from None
             raise
-        print(flush=True)
+        write("\n")
 
 
 def main(argv=None):

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import warnings
 import zipfile
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -264,7 +265,9 @@ def read_archive(path):
     if broken:
         raise UserError(f"{path} is truncated or damaged; use another checkpoint, or train again")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():                       # of TorchScript files
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as fault:                                # the file decides what is raised
         if out_of_memory(fault):
             raise
@@ -699,7 +702,7 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype, recorded=
     loss, size = float(loss), float(norm)
     if not (math.isfinite(loss) and math.isfinite(size)):
         where = next((name for name, g in grads.items() if not g.isfinite().all()), "the norm" if math.isfinite(loss) else "the loss")
-        lower = "--lr or --muon-lr, or raise --warmup" if step else "--max-step"         # no rate has had a part in it
+        lower = "--lr, --muon-lr or --weight-decay, or raise --warmup" if step else "--max-step"           # no rate has had a part in it
         raise Halt(f"step {step + 1}: loss {loss}, gradient norm {size}: not finite, first in {where}; stopped before "
                    f"the update, so checkpoints are good; lower {lower}")
     if tc.grad_clip:
@@ -796,7 +799,7 @@ def train(model, optimizers, run, tc, splits, device, dtype, recorded=None):
                 if first == 0:
                     set_aside(out)
                 begin_log(out / "log.csv", first)
-                if norm > 1000 * max(1.0, tc.grad_clip):
+                if norm > 1000 * max(1.0, tc.grad_clip) and model.config.muon:           # a memory of zeros has a large one, too, for a step
                     say(f"warning: the first gradient's norm is {norm:.1e}, which is noise; with Newton-Schulz lower --max-step or raise --chunk")
             val, over = None, progress(step, tc, earlier + time.perf_counter() - began)
             if step % tc.eval_every == 0 or over >= 1:
