@@ -181,6 +181,7 @@ def _open(path):
         raise UserError(f"cannot read {path}: {error.strerror}; check the path and its permissions") from None
 
 
+# byte order marks; that of UTF-32 begins with that of UTF-16
 MARKS = {"utf-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "utf-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
 
 
