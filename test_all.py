@@ -4568,7 +4568,7 @@ def test_two_processes_train_like_one(text, tmp_path, capsys):
     assert not [line for line in quiet.splitlines() if not line.startswith("[Gloo]")]             # torch 2.10 tells of connections
     one, two = rows(tmp_path / "one", "step", "loss", "val", "grad_norm"), rows(tmp_path / "two", "step", "loss", "val", "grad_norm")
     for a, b in zip(one, two, strict=True):
-        assert [float(x or 0) for x in a] == pytest.approx([float(x or 0) for x in b], rel=1e-4)
+        assert [float(x or 0) for x in a] == pytest.approx([float(x or 0) for x in b], rel=2e-4)
 
 
 def test_a_signal_that_two_processes_have_had_is_one_signal(monkeypatch):
@@ -6299,6 +6299,145 @@ def test_sizes_have_the_parameters_the_readme_says():
             assert f"{one + (config.n_layer - 1) * (two - one):,}" == count, (size, preset)
 
 
+# ---- found by mutants that were drawn at random
+
+def test_the_first_token_alone_from_rest():
+    """Newton-Schulz of every token, from W = M0: after one token by itself, or a chunk of one, W got its O without the step."""
+    both_ways(("mlp", "l2", 3, 1, True, 1, 4, 0, "none, from M0, from rest"))
+    both_ways(("gated", "l2", 3, 8, True, 1, 5, 1, "none, from M0, from rest"))
+
+
+def test_presets_have_the_memory_of_their_equation():
+    """Without memory="gated" atlas++ is atlas by another name: Table 1 has the same row for both."""
+    kinds = {name: models.configure(name).memory for name in models.PRESETS}
+    assert kinds["atlas++"] == "gated" and kinds["atlas"] == kinds["omeganet"] == kinds["titans"] == kinds["dla"] == "mlp"
+    assert kinds["linear"] == kinds["deltanet"] == kinds["swla"] == "linear"
+
+
+def test_models_py_is_a_program(monkeypatch, capsys):
+    """`python models.py` that takes its own name for an argument prints an error instead of the models."""
+    monkeypatch.setattr(omega_module, "COMPILED", [*omega_module.COMPILED])      # to which it adds
+    monkeypatch.setattr(sys, "argv", ["models.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(HERE / "models.py"), run_name="__main__")
+    assert end.value.code == 0 and "Lists the models" in capsys.readouterr().out
+
+
+def test_losses_of_bfloat16_logits_are_summed_in_float32():
+    """A sum in bfloat16 has eight bits: the validation loss under --dtype bfloat16 would be off by parts of a percent, and best.pt another step's."""
+    model, ids, seen = tiny_model(), torch.randint(20, (16 * 8 + 1,)), []
+    model.register_forward_hook(lambda _, inputs, out: seen.append(out[0]))
+    loss = train.evaluate(model, ids, 16, 8, dtype=torch.bfloat16)
+    logits, = seen
+    assert logits.dtype == torch.bfloat16
+    assert loss == pytest.approx(F.cross_entropy(logits.flatten(0, 1).double(), ids[1:]).item(), rel=1e-5)
+
+
+def test_stdout_that_is_no_file(monkeypatch):
+    """A notebook's stdout cannot be reconfigured: train.main([..]) in a cell ended in a traceback."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert train.exit_code(lambda: print("said")) == 0 and sys.stdout.getvalue() == "said\n"
+
+
+def test_a_checkpoint_with_a_setting_of_another_version(copy):
+    """A name that Config no longer has, on --resume or --init: a traceback of TypeError; and what was not given is told to be the checkpoint's."""
+    ckpt = train.load_checkpoint(copy / "ckpt.pt")
+    assert str(copy) in user_error(train.settings, dict(steps=1, warmup=2), ckpt | dict(train=ckpt["train"] | dict(warmup=2)))
+    ckpt["config"]["of_another_version"] = 1
+    assert "does not fit this version" in user_error(train.settings, {}, ckpt)
+    assert "does not fit this version" in user_error(train.settings, {}, None, ckpt)
+
+
+def test_out_within_a_folder_that_is_not_there(tmp_path):
+    """`--out runs/a`, as sample.py's help has it, was refused where there is no folder `runs`."""
+    train.probe(tmp_path / "runs" / "a")
+    assert (tmp_path / "runs" / "a").is_dir()
+
+
+def test_data_py_without_a_text(capsys):
+    """`python data.py` alone: a traceback instead of the name of the flag."""
+    assert "--data" in refused(capsys, data.main)
+
+
+def test_a_download_is_told(tmp_path, monkeypatch, capsys):
+    """A file of a megabyte beside the program, and no line that says where it came from."""
+    fake_shakespeare(monkeypatch, b"To be", b"To be")
+    data.load_text("shakespeare", tmp_path)
+    assert "downloaded" in (said := capsys.readouterr().err) and str(tmp_path / "shakespeare.txt") in said
+
+
+def test_no_pairs_are_a_mistake(capsys):
+    """--pairs 0 was told in mqar's words, which name no flag, after lines of a run that began."""
+    assert "--pairs" in refused(capsys, eval.main, "--task", "mqar", "--pairs", "0")
+
+
+def test_the_cache_of_a_window_is_one_token_shorter():
+    """What AttentionState tells (n < attn_window): a token that no later one sees is kept."""
+    model = small("swa", n_layer=1, attn_window=3)
+    for T in (2, 3, 8):
+        assert model(torch.zeros(1, T, dtype=torch.long))[1][0].k.shape[2] == 2
+
+
+def test_the_greatest_degree():
+    """The message names 56 as allowed, and 56 was refused."""
+    assert models.Config(features="elementwise", degree=56).degree == 56
+
+
+def test_numbers_of_the_command_line_end_below_2_to_the_31():
+    """models.LIMIT, of which torch takes some in 32 bits, let 2^31 itself through."""
+    assert data.at_least(int, 0)(str(2**31 - 1)) == 2**31 - 1
+    with pytest.raises(argparse.ArgumentTypeError):
+        data.at_least(int, 0)(str(2**31))
+
+
+def test_a_folder_without_a_checkpoint_is_told_apart(tmp_path):
+    """Its own line names the two files that are looked for, not what the system says of opening a folder."""
+    assert "no best.pt or ckpt.pt" in user_error(train.load_checkpoint, tmp_path)
+
+
+def test_swa_with_a_window_of_one_is_flexible():
+    """Any window of attention is one (properties)."""
+    assert models.properties(models.configure("swa", attn_window=1))[4] and not models.properties(models.configure("transformer"))[4]
+
+
+def test_warmup_of_baby():
+    """A size that has lost its warmup warms up for a fifth of it."""
+    assert train.settings(dict(size="baby", device="cpu"))[0].warmup == 100
+
+
+def test_stopped_while_tiktoken_encodes():
+    """Ctrl-C in a long text told of a million spaces in a row."""
+    tokenizer = data.Tokenizer("bpe", data.EVERY_BYTE)
+
+    class Stopped:
+        def encode_ordinary(self, text):
+            raise KeyboardInterrupt
+    tokenizer.bpe = Stopped()
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("a b")
+
+
+def test_data_py_without_a_folder(capsys):
+    """--out "" would write to the folder that one is in."""
+    assert "--out is empty" in refused(capsys, data.main, "--data", "some.txt", "--out", "")
+
+
+def test_a_python_without_pydoc(monkeypatch):
+    """Some distributions split the standard library: a traceback of ImportError, after the line that promised pydoc."""
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    assert "--data FILE" in user_error(data.load_text, "pydoc")
+
+
+def test_processes_on_mps():
+    """Several processes on mps: torch's error of a backend that it has not."""
+    assert "on mps" in user_error(train.join, torch.device("mps"), train.TrainConfig())
+
+
+def test_a_rule_begins_as_titans():
+    """What a kernel or a layer of one's own gets by Rule() alone; the models always name all of it."""
+    assert Rule()[:6] == ("mlp", "l2", 1, 64, 0, 5) and (Rule().forget, Rule().norm, Rule().ball) == ("zero", False, 0.0)
+
+
 # ---- python test_all.py --mutants: every test that is named here has been seen to fail
 
 # name, file, text (it must occur exactly once), what it becomes, the test that notices; then perhaps a second text and what it becomes
@@ -7306,6 +7445,48 @@ MUTANTS = [
     ("UTF-16 without its mark is a text", "data.py", "if 10 * body.count(0) > len(body):", "if False:", "test_text_mistakes"),
     ("a NUL is no text", "data.py", "if 10 * body.count(0) > len(body):", "if body.count(0):", "test_text_mistakes"),
     ("a compressed file is latin1", "data.py", 'if guess == "latin1" and 0 in data:', "if False:", "test_text_mistakes"),
+    ("O of one token from rest without its step", "chunks.py", '            return o[:, None, None], of_O * o\n', '            return o[:, None, None], o\n',
+     "test_the_first_token_alone_from_rest"),
+    ("atlas++ is atlas", "models.py", 'dict(memory="gated",  loss="l2",  window=8,   chunk=128', 'dict(loss="l2",  window=8,   chunk=128',
+     "test_presets_have_the_memory_of_their_equation"),
+    ("models.py reads its own name", "models.py", 'sys.exit(main(sys.argv[1:]))', 'sys.exit(main(sys.argv[0:]))',
+     "test_models_py_is_a_program"),
+    ("validation in bfloat16", "train.py", 'logits.flatten(0, 1).float(), y.flatten(), reduction', 'logits.flatten(0, 1), y.flatten(), reduction',
+     "test_losses_of_bfloat16_logits_are_summed_in_float32"),
+    ("stdout of a notebook", "train.py", 'if hasattr(sys.stdout, "reconfigure"):', 'if True:',
+     "test_stdout_that_is_no_file"),
+    ("settings without their checkpoint", "train.py", '    known = ckpt or origin\n    try', '    known = ckpt and origin\n    try',
+     "test_a_checkpoint_with_a_setting_of_another_version"),
+    ("--out within nothing", "train.py", 'out.mkdir(parents=True, exist_ok=True)', 'out.mkdir(exist_ok=True)',
+     "test_out_within_a_folder_that_is_not_there"),
+    ("data.py without a text", "data.py", 'add_argument("--data", required=True', 'add_argument("--data", required=False',
+     "test_data_py_without_a_text"),
+    ("a download in silence", "data.py", '        _say(f"data: downloaded tiny Shakespeare to {path}")\n', '        pass\n',
+     "test_a_download_is_told"),
+    ("--pairs 0", "eval.py", 'add("--pairs", type=at_least(int, 1)', 'add("--pairs", type=at_least(int, 0)',
+     "test_no_pairs_are_a_mistake"),
+    ("cache one key too long", "models.py", 'first = max(0, k.shape[2] - w + 1) if w else 0', 'first = max(0, k.shape[2] - w + 0) if w else 0',
+     "test_the_cache_of_a_window_is_one_token_shorter"),
+    ("degree 56", "models.py", 'not attention and self.degree > 56', 'not attention and self.degree > 55',
+     "test_the_greatest_degree"),
+    ("2^31", "data.py", 'high=2**31 - 1', 'high=2**31 - 0',
+     "test_numbers_of_the_command_line_end_below_2_to_the_31"),
+    ("a folder without a checkpoint", "train.py", '                raise UserError(f"no best.pt or ckpt.pt in the folder', '                (f"no best.pt or ckpt.pt in the folder',
+     "test_a_folder_without_a_checkpoint_is_told_apart"),
+    ("swa with a window of one", "models.py", '[False, False, True, True, c.attn_window > 0]', '[False, False, True, True, c.attn_window > 1]',
+     "test_swa_with_a_window_of_one_is_flexible"),
+    ("baby's warmup", "train.py", 'lr=1e-3, warmup=100, eval_every', 'lr=1e-3, eval_every',
+     "test_warmup_of_baby"),
+    ("Ctrl-C is tiktoken's fault", "data.py", '                if type(error).__name__ != "PanicException":\n                    raise\n', '',
+     "test_stopped_while_tiktoken_encodes"),
+    ("data.py without a folder", "data.py", '    if not args.out:\n        parser.error("--out is empty; name a folder")\n', '',
+     "test_data_py_without_a_folder"),
+    ("a Python without pydoc", "data.py", '        raise UserError("this Python comes without pydoc_data;', '        raise ImportError("this Python comes without pydoc_data;',
+     "test_a_python_without_pydoc"),
+    ("a rule without a window", "omega.py", '    window: int = 1\n', '    window: int = 0\n',
+     "test_a_rule_begins_as_titans"),
+    ("processes on mps", "train.py", '        raise UserError("several processes on mps', '        ("several processes on mps',
+     "test_processes_on_mps"),
     ("heads that hardly forget", "models.py", "torch.linspace(1, 6, H)", "torch.linspace(1, 7, H)", "test_starting_values_of_memories"),
     ("large first steps", "models.py", "torch.full((H, 1), -1.0)", "torch.full((H, 1), 0.0)", "test_starting_values_of_memories"),
     ("--beta2 does nothing", "train.py", "betas=(0.9, tc.beta2)", "betas=(0.9, 0.95)", "test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay"),
