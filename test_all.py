@@ -4666,15 +4666,20 @@ def test_a_run_outlives_its_reader(monkeypatch):
     assert silenced == [True] and stop.signal == signal.SIGINT
 
 
-def test_a_full_disk_for_what_is_said(monkeypatch, capsys):
-    """A table that went nowhere, and exit code 0. What is said next goes nowhere, too, but what is computed goes on, and is saved."""
-    done, nowhere, real = [], [], print
+def stdout_is_full(monkeypatch):
+    real = print
 
     def full(*args, file=None, **how):
         if file is None and args:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(*args, file=file, **how)
     monkeypatch.setattr("builtins.print", full)
+
+
+def test_a_full_disk_for_what_is_said(monkeypatch, capsys):
+    """A table that went nowhere, and exit code 0. What is said next goes nowhere, too, but what is computed goes on, and is saved."""
+    done, nowhere = [], []
+    stdout_is_full(monkeypatch)
     monkeypatch.setattr(train, "nobody_reads", lambda: nowhere.append(True))
     for code in (0, 130):
         assert train.exit_code(lambda: train.say("a table") or done.append(True) or code) == (code or 1)
@@ -5230,13 +5235,7 @@ def test_prompts(trained, tmp_path, capsys, monkeypatch):
 
 def test_a_full_disk_for_a_sample(trained, monkeypatch, capsys):
     """`No space left on device`, of which file?"""
-    real = print
-
-    def full(*args, file=None, **how):
-        if file is None and args:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(*args, file=file, **how)
-    monkeypatch.setattr("builtins.print", full)
+    stdout_is_full(monkeypatch)
     assert sample.main(["--ckpt", str(trained), "--device", "cpu"]) == 1
     assert capsys.readouterr().err.splitlines()[-1] == "error: stdout took no more of the text (No space left on device)"
 
