@@ -564,7 +564,7 @@ def make_token_files(name, kind, out):
 
 def split(ids, seq_len=1, name="the text"):
     """ids (N,) -> train, the first 90 %, and val, the last 10 %, as nanoGPT cuts.
-    Raises UserError when either part is too short for one window of seq_len tokens and the token after it.
+    Raises UserError, in which the text is called `name`, when either part is too short for one window of seq_len tokens and the token after it.
     """
     n = len(ids)
     cut = n * 9 // 10
