@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 from unittest.mock import patch
 
@@ -584,15 +585,16 @@ def part_peers(bench):
     for make, why in absent.items():
         say(f"\npeers: {make.__name__} of {PEERS[make]} skipped: {why}")
     times, rows = race(runs, bench.seconds, bench.device, must=5), []
+    versions = {d.name: d.version for d in metadata.distributions() if d.name in PEERS.values()}
     for (make, chunk, muon), t in times.items():
         peak, rival = peak_bytes(runs[make, chunk, muon], bench.device), times.get((titans_pytorch, chunk, muon))
         ratio = rival["median_s"] / t["median_s"] if rival else None
         cell = bench.keep("peers", make.__name__, t, batch * T, T=T, chunk=chunk, muon=muon, bytes=peak,
-                          over_titans_pytorch=ratio)
+                          over_titans_pytorch=ratio, version=versions.get(PEERS.get(make)))
         setting = chunk or "-", "yes" if muon else "no"
         rows.append([make.__name__, *setting, cell, f"{ratio:.2f}" if rival else "-", MiB(peak)])
     say(f"\npeers: batch {batch}, T {T}, width {width}, heads of {HEAD}, MLP memory of {2 * HEAD}, momentum; "
-        "our window 8; Newton-Schulz once a chunk")
+        "our window 8; Newton-Schulz once a chunk" + "".join(f"; {name} {version}" for name, version in versions.items()))
     table("peers: one layer, forward + backward",
           ["", "chunk", "Muon", "tokens/s", "x titans_pytorch", "extra MiB"], rows)
 
@@ -661,7 +663,10 @@ def parse(argv):
     add("--json", metavar="FILE", help="write the JSON there, too")
     add("--plot", action="store_true", help="draw results/bench-*.png (needs matplotlib)")
     add("--quick", action="store_true", help="tiny shapes: does it run at all?")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.model and args.part and not {"layer", "step", "decode"}.intersection(args.part):
+        parser.error("--model is for the parts layer, step and decode; drop it, or name one of them with --part")
+    return args
 
 
 def run(args):

@@ -6,7 +6,7 @@
     python eval.py --ckpt out --stream 1000000      the same with a stream of a million tokens
     python eval.py --ckpt out --no-write            the same where the memory stays as it begins: what is it worth?
     python eval.py --task mqar --model atlas        train a small model to recall four pairs that it saw once
-    python eval.py --task mqar --model titans --window 4 --pairs 2 4     any preset, any field of models.Config
+    python eval.py --task mqar --model titans --window 4 --pairs 2 4     any preset, nearly any field of models.Config
 
 Loss by position tells whether more context helps: attention gets nothing from beyond its windows, one a layer, a memory
 only what it still holds. Multi-query associative recall (data.mqar draws it) asks for the values of keys that were

@@ -225,11 +225,11 @@ def band(gate):
 def omega_chunk(rule, phi, q, k, v, gates, state):
     """The same rule as a few matrix products a chunk: for reading, and for whoever writes a kernel. `omega` is the same, faster.
 
-    Arguments, returns and errors of `omega_ref`, which gets what is not whole chunks from a chunk boundary on; the gradient is autograd's.
+    Arguments, returns and errors of `omega_ref`, which reads the parts of chunks before and after whole ones; the gradient is autograd's.
     """
     check_momentum(gates, state)
     if state.pos or q.shape[2] % rule.chunk:
-        return omega_ref(rule, phi, q, k, v, gates, state)
+        return with_parts(rule, phi, q, k, v, gates, state)
     B, T, c, w, m = len(q), q.shape[2], rule.chunk, rule.window, rule.muon_every
     missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
     gate = gates.gate * (torch.arange(T)[:, None] + torch.arange(w) >= missing).to(q.device)
@@ -283,6 +283,16 @@ def omega_chunk(rule, phi, q, k, v, gates, state):
     (z,), W, S, sums = (tuple(a.unflatten(0, (B, -1)) for a in group) for group in groups)
     k, v = (tail(a, max(T, missing), T) for a in (ks, vs))
     return memory.output(rule.memory, z, q, rule.norm), State(state.M0, W, S, W, (), sums, k, v, None, 0)
+
+
+def with_parts(rule, phi, q, k, v, gates, state):
+    """`omega_chunk` of whole chunks, `omega_ref` of the rest of a chunk before them and of one begun after them."""
+    parts, ys = cuts(q.shape[2], state.pos, rule.chunk), []
+    split = (repeat(None) if a is None else a.split([length * count for length, count in parts], 2) for a in (q, k, v, *gates))
+    for (length, _), q, k, v, *gates in zip(parts, *split):
+        y, state = (omega_chunk if length == rule.chunk else omega_ref)(rule, phi, q, k, v, Gates(*gates), state)
+        ys.append(y)
+    return torch.cat(ys, 2), state
 
 
 def through_layers(kind, x, read):

@@ -795,6 +795,22 @@ def test_omega_chunk_of_parts_of_chunks(T, earlier, muon_every):
     both_ways(("mlp", "l2", 2, 4, True, muon_every, T, earlier, "monomial"), fast=omega_chunk)
 
 
+@pytest.mark.parametrize("T, earlier, by_ref", [(8, (), []), (19, (1,), [1, 3, 3]), (3, (), [3]), (9, (), [1])])
+def test_omega_chunk_leaves_only_parts_of_chunks_to_omega_ref(T, earlier, by_ref, monkeypatch):
+    """A text of 1,023 tokens, or one behind four persistent tokens, would all be read token by token: 50 times as long."""
+    seen = []
+    def ref(rule, phi, q, *others):
+        seen.append(q.shape[2])
+        return omega_ref(rule, phi, q, *others)
+    phi, x = problem("mlp", "l2", 2, T, momentum=False)
+    rule = Rule(window=2, chunk=4)
+    y, expected = (learn(f, rule, phi, x, earlier)[0] for f in (omega_chunk, omega))
+    assert torch.allclose(y, expected, rtol=0, atol=1e-10)
+    monkeypatch.setattr(sys.modules["omega"], "omega_ref", ref)
+    learn(omega_chunk, rule, phi, x, earlier)
+    assert seen == by_ref
+
+
 STRETCHES = {"titans": [5], "omeganet": [2, 5], "gated": [2], "linear, cubic features": [2], "lp": [5], "from rest": [2, 5],
              "from rest, no momentum": [1, 2], "norm in the memory": [2], "momentum, mid-chunk": [5], "atlas, from rest": [2, 5],
              "atlas, block = chunk": [1], "atlas, mid-block": [2], "atlas, no momentum, long": [2]}
@@ -5764,6 +5780,8 @@ def test_peers_do_the_same_work(staged, monkeypatch):
         to = lambda self, device: self
     fake = argparse.Namespace(MemoryMLP=lambda *shape, **more: (shape, more), NeuralMemory=lambda **given: asked.append(given) or Peer())
     monkeypatch.setitem(sys.modules, "titans_pytorch", fake)
+    packages = [argparse.Namespace(name=name, version=version) for name, version in (("numpy", "2.0"), ("titans-pytorch", "0.5"))]
+    monkeypatch.setattr(bench.metadata, "distributions", lambda: packages)
     kit = a_bench(quick=False)
     bench.part_peers(kit)
     whole, *ours = staged.configs
@@ -5776,6 +5794,7 @@ def test_peers_do_the_same_work(staged, monkeypatch):
     assert [shape for shape in staged.shapes if shape != (1, 128, 256)] == [(1, 2048, 256)] * 9
     assert [(r["name"], r["chunk"], r["muon"], r["over_titans_pytorch"]) for r in kit.records] == [("attention", 0, False, None)] + [
         (name, *setting, ratio) for setting in settings for name, ratio in (("ours", 2.0), ("titans_pytorch", 1.0))]
+    assert [r["version"] for r in kit.records] == [None] + [None, "0.5"] * 4
     assert staged.tables[0][1][:2] == [["attention", "-", "no", "2.05K +-10%", "-", "3"], ["ours", 64, "no", "1.02K +-10%", "2.00", "3"]]
 
 
@@ -5938,6 +5957,7 @@ def test_plot_draws_a_line_for_each_contestant(tmp_path, monkeypatch):
 @pytest.mark.parametrize("argv, names", [
     (["--part", "nothing"], "layer"), (["--threads", "0"], "--threads"), (["--minutes", "nan"], "--minutes"),
     (["--json", "/no/such/folder/x.json"], "--json"), (["--json", "/"], "--json"), (["--wat"], "--wat"),
+    (["--part", "rule", "--part", "peers", "--model", "atlas"], "--model is for"),
     pytest.param(["--device", "cuda"], "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one"))])
 def test_bench_mistakes_are_one_line(argv, names, capsys):
     """A traceback, or a mistake that shows after minutes of work."""
@@ -7404,6 +7424,10 @@ MUTANTS = [
      "test_omega_chunk_of_parts_of_chunks"),
     ("chunk formulas: what a chunk begins in the middle of one", "omega.py", "if state.pos or q.shape[2] % rule.chunk:",
      "if q.shape[2] % rule.chunk:", "test_omega_chunk_of_parts_of_chunks"),
+    ("chunk formulas: whole chunks token by token", "omega.py", "(omega_chunk if length == rule.chunk else omega_ref)(", "omega_ref(",
+     "test_omega_chunk_leaves_only_parts_of_chunks_to_omega_ref"),
+    ("the version of a peer", "bench.py", "version=versions.get(PEERS.get(make))", "version=versions.get(make)", "test_peers_do_the_same_work"),
+    ("a --model that no part takes", "bench.py", "if args.model and args.part and not", "if not args.part and not", "test_bench_mistakes_are_one_line"),
     ("TF32 allowed in the newer way", "muon.py", "    except RuntimeError:", "    except KeyError:", "test_precision_set_in_torchs_newer_way"),
     ("a CPU's precision for a GPU", "muon.py", "torch.backends.cuda if device", "torch.backends.mkldnn if device", "test_precision_set_in_torchs_newer_way"),
     ("tables after to_empty", "poly.py", "                table.copy_(values)", "                pass", "test_models_that_begin_on_the_meta_device[omeganet-more10]"),
