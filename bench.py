@@ -383,7 +383,7 @@ def part_rule(bench):
              for c, m in cases}
     mm, mm_flops = product(bench, torch.float32)
     if bench.compile:
-        omega.compile_chunks()
+        omega.compile_chunks(bench.device.type)
     runs = {"product": mm, **{name: rule_run(bench, rule, batch, H, T) for name, rule in rules.items()}}
     times = race(runs, bench.seconds, bench.device, must=4 if bench.compile else math.inf)
     rules = {name: rule for name, rule in rules.items() if name in times}

@@ -276,7 +276,9 @@ def plain_chunks(how, parts, M0, C, anchor, kept=None):
         part, learned, slots = parts.each(lambda a: a[now]), [], list(zip(*(a[at:].unbind(0) for a in Cs)))
         for j, one in enumerate(part.split()):
             before = [] if zero else slots[j]
-            if how.rule.dtype:                                # C itself goes on in its own precision; what is kept of it is half as much to read
+            # With a rule.dtype C itself goes on in its own precision; what is kept of it is half as much to read. Without one C and an anchor that is
+            # a view of it must not both be arguments: of views that overlap, a compiled learn_chunk is wrong in silence
+            if how.rule.dtype:
                 C, saved = learn_chunk(how, one, M0, C, anchor or [w[:, 0] for w in before], slots[j + 1])
             else:
                 C, saved = learn_chunk(how, one, M0, before, anchor, slots[j + 1])

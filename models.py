@@ -757,10 +757,11 @@ class LM(nn.Module):
 
         Eager is the CPU's default.
         """
-        omega.compile_chunks(**options)
+        device = self.embed.weight.device.type
+        omega.compile_chunks(device, **options)
         for block in self.blocks:
             if isinstance(block.mixer, Attention):
-                block.compile(**omega.compiler(options))
+                block.compile(**omega.compiler(device, options))
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
@@ -778,7 +779,8 @@ class LM(nn.Module):
         if not tokens.numel():
             raise ValueError("a prompt has at least one token; to begin with nothing, give that of a newline, or any other")
         for _ in range(max_new_tokens):
-            with torch.inference_mode():                      # a fifth faster than no_grad
+            # inference mode is a fifth faster than no_grad; eager, as single tokens, at every place in a chunk, are too many shapes to compile
+            with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
                 for piece in tokens.split(1024, -1):          # a long prompt would have the logits of all its tokens at once
                     logits, state = self(piece, state)
                 token = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)

@@ -698,22 +698,23 @@ COMPILED = [(sys.modules[__name__], name) for name in ("mixing", "pairs_chunk")]
 AGAIN = dict(realize_reads_threshold=8, realize_opcount_threshold=60)
 
 
-def compiler(options):
-    """What torch.compile is told beside its `options`: AGAIN, but not where they name another compiler or how it is to go about it."""
-    if not torch.cuda.is_available() or options.keys() & {"backend", "mode", "options"}:
+def compiler(device, options):
+    """What torch.compile is told beside its `options`: on CUDA AGAIN, but not where they name another compiler or how it is to go about it."""
+    if device != "cuda" or options.keys() & {"backend", "mode", "options"}:
         return options
     return options | dict(options={name: n for name, n in AGAIN.items() if name in torch._inductor.list_options()})
 
 
-def compile_chunks(**options):
+def compile_chunks(device=None, **options):
     """torch.compile the loop's body once for all chunks and layers, as all of COMPILED: compiling the loop itself would unroll it, and take
-    minutes. `options` are torch.compile's.
+    minutes. device: "cuda" or "cpu", where it is to run [that of a GPU, if there is one]. `options` are torch.compile's.
 
     Every shape by itself: they are few, and inductor (torch 2.13) gets the strides of some gradients wrong that are to fit all lengths.
     """
     chunks.Chunks.compiled = True
     chunks.compile_every_shape()
-    options = compiler(dict(dynamic=False) | options)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options = compiler(device, dict(dynamic=False) | options)
     for module, name in COMPILED:
         f = getattr(module, name)
         setattr(module, name, torch.compile(getattr(f, "_torchdynamo_orig_callable", f), **options))

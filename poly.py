@@ -176,6 +176,12 @@ class Features(nn.Module):
                 table.copy_(values)
         return self
 
+    @torch.inference_mode(False)                              # or training could not use what text being generated has moved
+    def move_tables(self, device):
+        """To where phi is used, if nothing else did (`_apply`)."""
+        tables = zip((self.degrees, self.multinomial), monomial_table(self.dim, self.degree))
+        self.degrees, self.multinomial = (values.to(device, table.dtype) for table, values in tables)
+
     def forward(self, x):
         """phi(x): (..., n, D) -> (..., n, E); monomials lie feature-major in memory, (..., E, n). ValueError for `exp`."""
         if self.kind == "exp":
@@ -187,6 +193,8 @@ class Features(nn.Module):
             return sum(s[i] * x ** i for i in range(self.degree + 1))
         if self.kind == "sketch":
             return torch.cat([s[0].expand(*x.shape[:-1], 1), s[1] * x, (s[2] * x) @ self.sketch[0] * (x @ self.sketch[1])], -1)
+        if self.degrees.device != x.device:                   # built under torch.device("cuda"), or loaded with assign=True
+            self.move_tables(x.device)
         x = nn.functional.pad(x.mT, (0, 0, 1, 0), value=1.0)
         how = s, self.degrees, self.multinomial.sqrt()
         few = x.shape[-1] <= 16 and not torch.is_grad_enabled()                  # text being generated: there each call counts

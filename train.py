@@ -206,7 +206,7 @@ def save_checkpoint(path, run, model, optimizers):
     """The whole state of a run, all or nothing: written beside the target, synced, then renamed over it."""
     if not all(p.isfinite().all() for p in model.parameters()):
         raise Halt(f"step {run['step']}: weights are not finite; not saved, so checkpoints are good; lower --lr")
-    rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if torch.cuda.is_available() else None)
+    rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if next(model.parameters()).is_cuda else None)
     state = dict(run, format=FORMAT, torch=str(torch.__version__), rng=rng, model=model.state_dict(),
                  optimizers=[o.state_dict() for o in optimizers])
     if rank():
@@ -669,8 +669,9 @@ class Recorded:
 
 
 def record(model, x, y, dtype, passes):
-    """-> Recorded, for batches like x, y; where that fails, None, and a line that says so."""
-    stream = torch.cuda.current_stream()
+    """-> Recorded, for batches like x, y. UserError where that fails: a broken capture may leave torch's allocator and random state in it, so
+    there is no going on without a graph.
+    """
     try:
         return Recorded(model, x, y, dtype, passes)
     except RuntimeError as fault:
@@ -680,9 +681,7 @@ def record(model, x, y, dtype, passes):
         for cause in causes:
             if out_of_memory(cause):
                 raise cause
-        print(f"warning: no CUDA graph, going on without one: {', then '.join(map(first_line, causes))}", file=sys.stderr)
-        torch.cuda.set_stream(stream)                         # torch is left on that of the recording
-        model.zero_grad()
+        raise UserError(f"--cuda-graph: {', then '.join(map(first_line, causes))}; drop the flag") from None
 
 
 def train_step(model, optimizers, tc, ids, step, scale, device, dtype, recorded=None):
@@ -865,8 +864,7 @@ def finish(model, run, tc, splits, tokenizer, device, dtype):
     if not math.isfinite(loss):
         raise Halt(f"the best validation loss is {loss}: the weights have diverged; lower --lr or --muon-lr")
     how = dict(temperature=0.8, generator=torch.Generator(device).manual_seed(tc.seed))
-    with torch.compiler.set_stance("force_eager"):            # single tokens, at every place in a chunk: too many shapes to compile
-        say("\n" + "".join(continue_text(model, tokenizer, encode_prompt(tokenizer, ""), tc.sample_tokens, **how)) + "\n")
+    say("\n" + "".join(continue_text(model, tokenizer, encode_prompt(tokenizer, ""), tc.sample_tokens, **how)) + "\n")
     say(f"peak memory {peak_memory(device)}")
     say(f"done: {tc.model} on {run['data']['used']}, best validation loss {loss:.4f} nats/token, "
         f"{loss / math.log(2):.4f} bits/token (whole split), {clock(run['seconds'])}")
