@@ -326,7 +326,7 @@ def rule_flops(rule, D, E, hidden, T, momentum=True):
     """FLOPs of omega() for one head and T tokens, forward; backward takes twice that. A product and a sum are two.
 
     Matrix products only, and dense: the upper triangle of P counts in full, as it is computed; phi and the recurrence for P do not.
-    c tokens a chunk, n = c + window - 1 pairs; terms in the order of omega.py.
+    c tokens a chunk, n = c + window - 1 pairs; terms in the order of omega_chunk.
     """
     c, sizes = min(rule.chunk, T), memory.shapes(rule.memory, E, hidden, D)
     n, weights, deep = c + rule.window - 1, sum(a * b for a, b in sizes), rule.memory != "linear"
@@ -394,7 +394,7 @@ def part_rule(bench):
         cell = bench.keep("rule", name, times[name], batch * T, T=T, flops=flops, flops_per_s=rate,
                           product_flops_per_s=peak)
         rows.append([name, cell, short(flops), short(rate), f"{100 * rate / peak:.0f}%"])
-    say(f"\nrule: float32, batch {batch}, {H} heads of {HEAD}, T {T}, MLP memory of {2 * HEAD}, window 8; "
+    say(f"\nrule: float32, matmul {torch.get_float32_matmul_precision()}, batch {batch}, {H} heads of {HEAD}, T {T}, MLP memory of {2 * HEAD}, window 8; "
         f"a large matrix product makes {short(peak)}FLOP/s")
     table("rule: omega() alone, forward + backward", ["", "tokens/s", "FLOP", "FLOP/s", "of product"], rows)
 

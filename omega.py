@@ -211,9 +211,9 @@ def log(gate):
 
 def decay(logs):
     """log factors (..., c) -> prod factors_{1..t} (..., c, 1), lower triangle of prod factors_{s+1..t} (..., c, c)."""
-    logs, c = logs.cumsum(-1), logs.shape[-1]
-    above = torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1)         # masked before exp, not after:
-    return logs[..., None].exp(), (logs[..., None] - logs[..., None, :] + above).exp()           # no 0 * inf in backward
+    logs, c = logs.cumsum(-1)[..., None], logs.shape[-1]
+    above = torch.full((c, c), -torch.inf, dtype=logs.dtype, device=logs.device).triu(1)
+    return logs.exp(), (logs - logs.mT + above).exp()         # masked before exp, not after: no 0 * inf in backward
 
 
 def band(gate):
@@ -539,26 +539,18 @@ def cuts(T, pos, chunk):
 
 def chunked(rule, phi, q, k, v, gates, state):
     """omega of one piece: its tokens become chunks.Part, of which pairs_run, chunks.muon_run or chunks.plain_run compute what is read."""
-    few = by_pairs(rule, gates, state)
-    # idle pairs, of weight 0, in front: products with a multiple of 8 columns are faster (a chunk by 3 - 7 %)
-    T, idle = q.shape[2], 0 if few else -(rule.window - 1) % 8
+    few, low = by_pairs(rule, gates, state), lambda a: memory.cast(a, rule.dtype)
+    idle = 0 if few else -(rule.window - 1) % 8               # products with a multiple of 8 columns are faster (a chunk by 3 - 7 %)
     w = rule.window + idle
-    missing = w - 1 - state.k.shape[2]                        # the first tokens of a sequence have a shorter window; choice 12
-    gates = gates._replace(gate=F.pad(gates.gate, (idle, 0)))
-    if missing > idle:
-        i = torch.arange(T, device=q.device)[:, None] + torch.arange(w, device=q.device)
-        gates = gates._replace(gate=gates.gate * (i >= missing))
-    low = lambda a: memory.cast(a, rule.dtype)
-    ks, vs = (torch.cat([F.pad(low(a), (0, 0, missing, 0)), low(b)], 2) for a, b in ((state.k, k), (state.v, v)))
-    last = lambda a: memory.cast(tail(a, max(T + idle, missing), T), state.k.dtype)
-    state = state._replace(k=last(ks), v=last(vs))
+    ks, vs, gate, state = with_past(state, low(k), low(v), gates.gate, idle)
+    gates = gates._replace(gate=gate)
     targets, xw, M0 = memory.target(rule.memory, rule.loss, ks, vs), None, state.M0
     if phi.kind == "exp":
         state, *rows = write_keys(rule, state, q, k, ks)
         xq, xk, xw = map(low, rows)
 
     ys, t = [], 0
-    for length, count in cuts(T, state.pos, rule.chunk):      # the rest of a chunk in progress; whole chunks; a chunk begun
+    for length, count in cuts(q.shape[2], state.pos, rule.chunk):                # the rest of a chunk in progress; whole chunks; a chunk begun
         now, seen = slice(t, t + length * count), slice(t, t + length * count + w - 1)
         tokens = lambda a: by_chunk(a[:, :, now].unflatten(2, (count, length)))                   # (chunks, N, c, ..)
         pairs = lambda a: by_chunk(Overlapping.apply(a[:, :, seen], length, length + w - 1))     # (chunks, N, n, ..)
@@ -579,6 +571,22 @@ def chunked(rule, phi, q, k, v, gates, state):
         ys.append(memory.cast(memory.output(rule.memory, z, q[:, :, now], rule.norm), q.dtype))
         t = now.stop
     return torch.cat(ys, 2) if ys else torch.zeros_like(v), state._replace(M0=M0)                # the parameters, not what has grown
+
+
+def with_past(state, k, v, gate, idle):
+    """k, v (B, H, T, D) behind the w - 1 pairs before them, w = idle + window; `gate` (B, H, T, w) for all of them; the state with the last pairs.
+
+    What is not there is zeros of weight 0: `idle` pairs, and those of a window that would begin before the text (choice 12).
+    """
+    T, w = k.shape[2], idle + gate.shape[-1]
+    missing = w - 1 - state.k.shape[2]
+    gate = F.pad(gate, (idle, 0))
+    if missing > idle:
+        pair = torch.arange(T, device=k.device)[:, None] + torch.arange(w, device=k.device)
+        gate = gate * (pair >= missing)
+    ks, vs = (torch.cat([F.pad(memory.cast(old, new.dtype), (0, 0, missing, 0)), new], 2) for old, new in ((state.k, k), (state.v, v)))
+    last = lambda a: memory.cast(tail(a, max(T + idle, missing), T), state.k.dtype)
+    return ks, vs, gate, state._replace(k=last(ks), v=last(vs))
 
 
 def by_pairs(rule, gates, state):
