@@ -5438,6 +5438,26 @@ def test_rule_flops_is_what_omega_does(kind, loss, chunk, muon_every, momentum):
     assert 0.75 * 2 * forward < counter.get_total_flops() < 1.3 * 2 * forward            # the gradient of NS takes 1.5x; some is done again
 
 
+@pytest.mark.parametrize("gram", [True, False])
+@pytest.mark.parametrize("m, n", [(8, 12), (12, 8), (8, 24)])
+def test_ns_flops_is_what_newton_schulz_does(m, n, gram):
+    """Of matrices that are nearly square, or where Gram matrices are not allowed, the formula was never compared."""
+    with FlopCounterMode(display=False) as counter:
+        muon.orthogonalize([randn(1, m, n)], 5, "muon", False, None, gram)
+    assert bench.ns_flops(m, n, 5, gram) == counter.get_total_flops()
+
+
+def test_race_leaves_time_for_its_rounds(capsys, monkeypatch):
+    """A contestant taken in because the calls before it are done, though three rounds of all no longer fit."""
+    log = []
+    monkeypatch.setattr(bench, "clock", lambda run, *_: run() or 1.0)
+    monkeypatch.setattr(bench, "now", lambda device: float(len(log)))
+    times = bench.race({name: lambda: log.append(1) for name in "abcd"}, 9, CPU, must=2)
+    assert list(times) == ["a", "b"] and capsys.readouterr().out == "no time for c, d\n"          # 4 calls done, 3 rounds of 2 to come
+    log.clear()
+    assert list(bench.race({name: lambda: log.append(1) for name in "abcd"}, 10, CPU, must=2)) == ["a", "b", "c"]
+
+
 def test_step_flops_of_a_transformer():
     """Catches attention that is not counted (fused kernels are not, on a CPU): 6 N T + 12 L T^2 width, as everybody has it."""
     config, T = models.Config(**{**models.PRESETS["transformer"], "n_layer": 3, "n_embd": 32, "n_head": 2}), 48
@@ -7265,6 +7285,9 @@ MUTANTS = [
     ("P in full precision", "omega.py", 'mix | dict(P=memory.cast(mix["P"], rule.dtype))', "mix", "test_who_is_in_half_precision"),
     ("M0's gradient in half precision", "chunks.py", "d.shape == m.shape and d.dtype == m.dtype else", "d.shape == m.shape else", "test_who_is_in_half_precision"),
     ("what broke a recording is hidden", "train.py", "while causes[0].__context__:", "while False:", "test_what_cannot_be_recorded_ends_in_a_line"),
+    ("FLOPs of Newton-Schulz: half of those of G", "bench.py", "return steps * (4 * m * m * n + 2 * m**3)", "return steps * (4 * m * m * n + m**3)",
+     "test_ns_flops_is_what_newton_schulz_does"),
+    ("a race that gains time by running", "bench.py", "a_round += clock(", "a_round -= clock(", "test_race_leaves_time_for_its_rounds"),
     ("tables where phi is not", "poly.py", "            self.move_tables(x.device)\n", "            pass\n", "test_tables_follow_what_phi_is_used_on"),
     ("tables that training cannot use", "poly.py", "    @torch.inference_mode(False)  ", "    @torch.no_grad()  ", "test_tables_follow_what_phi_is_used_on"),
     ("tables of another precision", "poly.py", "values.to(device, table.dtype)", "values.to(device)", "test_tables_follow_what_phi_is_used_on"),
