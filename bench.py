@@ -40,13 +40,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+import machine
 import memory
 import models
 import muon
 import omega
 import train
-from data import Parser, UserError, at_least
-from train import say
+from machine import Parser, UserError, at_least, say
 from poly import Features
 
 HEAD, SMALL_HEAD = 64, 16                       # polynomials want small heads: 64 numbers have 2145 of degree 2
@@ -124,10 +124,10 @@ def race(runs, seconds, device, must=math.inf):
             first[name] = clock(run, device, time.perf_counter)        # compilers are other processes
             a_round += clock(run, device) if must < math.inf else 0.0
         except Exception as fault:
-            if train.out_of_memory(fault):
+            if machine.out_of_memory(fault):
                 say(f"{name}: out of memory")
-            elif train.of_compiler(fault):
-                say(f"{name}: not compiled, {type(fault).__name__}: {train.first_line(fault)}")
+            elif machine.of_compiler(fault):
+                say(f"{name}: not compiled, {type(fault).__name__}: {machine.first_line(fault)}")
             else:
                 raise
     gc.collect()                                # else within a round: what the profiler of peak_bytes leaves takes half a second
@@ -150,7 +150,7 @@ def peak_bytes(run, device):
         before = torch.cuda.memory_allocated()
         run()
         return torch.cuda.max_memory_allocated() - before
-    # resident memory would not tell: freed blocks are kept (train.tune_cpu) and its maximum never falls
+    # resident memory would not tell: freed blocks are kept (machine.tune_cpu) and its maximum never falls
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as prof:
         run()
     events = (e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
@@ -204,7 +204,7 @@ def layer_runs(bench, layer, batch, T, width, name=""):
     inputs = [x.requires_grad_(), *layer.parameters()]
 
     def forward():
-        with train.autocast(bench.device, bench.dtype):
+        with machine.autocast(bench.device, bench.dtype):
             y = layer(x)
         return y[0] if isinstance(y, tuple) else y
 
@@ -581,7 +581,7 @@ def part_peers(bench):
             if make not in PEERS:
                 raise
             absent[make] = f"not installed; pip install {PEERS[make]}" if isinstance(fault, ImportError) else \
-                f"it failed, {type(fault).__name__}: {train.first_line(fault)}"
+                f"it failed, {type(fault).__name__}: {machine.first_line(fault)}"
     for make, why in absent.items():
         say(f"\npeers: {make.__name__} of {PEERS[make]} skipped: {why}")
     times, rows = race(runs, bench.seconds, bench.device, must=5), []
@@ -630,7 +630,7 @@ def plot(records, folder):
         pyplot.close(figure)
 
 
-def machine(device):
+def describe(device):
     """What makes the figures worth keeping."""
     chip, info = platform.machine(), Path("/proc/cpuinfo")
     if device.type == "cuda":
@@ -657,7 +657,7 @@ def parse(argv):
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="[auto: cuda if there is one]")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"),
         help="of autocast; auto: on a CPU float32, on a GPU as train.py [auto]")
-    add("--matmul", default="auto", choices=train.MATMUL, help="as in train.py [auto]")
+    add("--matmul", default="auto", choices=machine.MATMUL, help="as in train.py [auto]")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
     add("--threads", type=at_least(int, 1), default=1, metavar="N", help="CPU threads; figures of one compare best between machines [1]")
     add("--json", metavar="FILE", help="write the JSON there, too")
@@ -679,16 +679,16 @@ def run(args):
         raise UserError(f"cannot write --json {args.json} ({fault.strerror}); name another file") from None
     except ImportError:
         raise UserError("--plot needs matplotlib; pip install matplotlib") from None
-    device = train.pick_device(args.device)
-    train.set_threads(args.threads)
+    device = machine.pick_device(args.device)
+    machine.set_threads(args.threads)
     torch.manual_seed(0)
     compile = device.type == "cuda" if args.compile is None else args.compile
-    dtype = torch.float32 if args.dtype == "auto" and device.type == "cpu" else train.pick_dtype(args.dtype, device)
-    matmul = train.set_matmul(args.matmul, device, dtype)
+    dtype = torch.float32 if args.dtype == "auto" and device.type == "cpu" else machine.pick_dtype(args.dtype, device)
+    matmul = machine.set_matmul(args.matmul, device, dtype)
     names = args.model or list(models.PRESETS)
     bench = Bench(device, dtype, compile, args.quick, names)
     alone = "highest" if args.matmul == "auto" else matmul     # single tokens, which sample.py computes like this
-    about = dict(machine(device), dtype=str(dtype)[6:], matmul=matmul, decode=alone, compiled=compile, clock=clock_name(device))
+    about = dict(describe(device), dtype=str(dtype)[6:], matmul=matmul, decode=alone, compiled=compile, clock=clock_name(device))
     say("  ".join(f"{name} {value}" for name, value in about.items()))
     parts = {name: PARTS[name] for name in args.part or PARTS}
     result = lambda: json.dumps(dict(bench="atlas", argv=sys.argv[1:], machine=about, records=bench.records))
@@ -696,7 +696,7 @@ def run(args):
         try:
             Path(args.json).write_text(result() + "\n")
         except OSError as fault:
-            raise train.Halt(f"cannot write --json {args.json} ({fault.strerror}); the JSON of what was measured stands on stdout") from None
+            raise machine.Halt(f"cannot write --json {args.json} ({fault.strerror}); the JSON of what was measured stands on stdout") from None
 
     if args.json is not None:
         bench.save = save
@@ -715,8 +715,8 @@ def run(args):
 
 def main(argv=None):
     args = parse(argv)
-    train.tune_cpu()
-    return train.exit_code(lambda: run(args))
+    machine.tune_cpu()
+    return machine.exit_code(lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ read finds a text or files of token ids, make_tokenizer makes text ids, split / 
 training and for the validation loss, mqar draws a synthetic recall task. There is no loader object and so no loader state: a
 batch is a function of (seed, step), all that an exact resume must know. A text is held in memory whole, token files are not.
 """
-import argparse
 import codecs
 import hashlib
 import heapq
@@ -21,12 +20,14 @@ import tempfile
 import urllib.request
 from collections import Counter, defaultdict
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from machine import Halt, Parser, UserError, exit_code
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -37,41 +38,6 @@ END = b"<|endoftext|>"                                  # GPT-2's last token, wh
 BLOCK = 2**20                                           # ids that are checked and counted together
 # how GPT-2 cuts text into words; here, so that no checkpoint can bring a regular expression of its own
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-class UserError(Exception):
-    """A mistake of the user's, told in one line that names the remedy; scripts print it on stderr and exit with 2."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse for all programs here; it answers a mistake with one line, not with its whole usage."""
-
-    def __init__(self, **how):
-        style = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=118)
-        super().__init__(usage="python %(prog)s [flags]", allow_abbrev=False, formatter_class=style, **how)
-
-    def _get_values(self, action, arg_strings):         # --stop=-- would be an empty list: argparse before Python 3.13
-        if arg_strings != ["--"] or action.nargs is not None:
-            return super()._get_values(action, arg_strings)
-        value = self._get_value(action, "--")
-        self._check_value(action, value)
-        return value
-
-    def error(self, message):
-        if message.endswith("expected one argument"):
-            message += "; one that begins with - is given as --flag=-VALUE"
-        self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
-
-
-def at_least(kind, low, high=2**31 - 1):
-    """An argparse type: a number in [low, high]."""
-    def convert(text):
-        value = kind(text)
-        if not low <= value <= high:                    # false for nan, too
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
-        return value
-    convert.__name__ = kind.__name__                    # argparse names it when the text is no number at all
-    return convert
 
 
 # ---- text
@@ -677,20 +643,16 @@ def parse(argv=None):
     return args
 
 
-def main(argv=None):
-    args = parse(argv)
+def write_files(args):
     try:
         make_token_files(args.data, args.tokenizer, args.out)
-    except UserError as fault:
-        print(f"error: {fault}", file=sys.stderr)
-        return 2
     except OSError as fault:
-        print(f"error: cannot write to --out {args.out} ({fault.strerror or f'{fault}: disk full?'}); choose another folder, or make room", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: stopped; no file was made", file=sys.stderr)
-        return 130
-    return 0
+        raise Halt(f"cannot write to --out {args.out} ({fault.strerror or f'{fault}: disk full?'}); choose another folder, or make room") from None
+
+
+def main(argv=None):
+    args = parse(argv)
+    return exit_code(lambda: write_files(args), "stopped; no file was made")
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 
 import data
+import machine
 import models
 import train
-from data import UserError, at_least
-from train import say
+from machine import UserError, at_least, say
 
 # the network of --task mqar, where no flag says otherwise: what was written is asked for some tokens later, so chunks are short
 SMALL = dict(n_layer=2, n_head=2, n_embd=64, chunk=8, muon_every=1)
@@ -76,7 +76,7 @@ def text_task(args, device):
     for a, b in buckets(length):
         say(f"  {a + 1:6d} - {b:6d}   {at[a:b].mean().item():.4f}" + ("   longer than in training" if b > T else ""))
     if not (math.isfinite(loss) and at.isfinite().all()):
-        raise train.Halt(f"{ckpt['path']}: a loss is not finite; its weights have diverged")
+        raise machine.Halt(f"{ckpt['path']}: a loss is not finite; its weights have diverged")
     if args.stream:
         stream(model, val, args.stream)
 
@@ -92,7 +92,7 @@ def resident():
         with open("/proc/self/statm") as f:
             return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return train.most_resident()
+        return machine.most_resident()
 
 
 def pieces(ids, n, length=1024):
@@ -121,7 +121,7 @@ def stream(model, ids, n):
         loss = F.cross_entropy(logits[0].float(), y[0].to(device), reduction="sum").item()
         total, seen = total + loss, seen + y.numel()
         if not math.isfinite(loss):
-            raise train.Halt(f"the loss is {loss} after {seen:,} tokens of the stream")
+            raise machine.Halt(f"the loss is {loss} after {seen:,} tokens of the stream")
         if 10 * seen >= (marks + 1) * n:        # another tenth
             marks, now = 10 * seen // n, (resident(), models.state_bytes(state))
             base = base or now                  # by the first tenth all buffers are there
@@ -132,7 +132,7 @@ def stream(model, ids, n):
     if train.holds_all(model.config):
         say("the state of this model holds every token, so it grows with the stream")
     elif any(by > 0.05 for by in growth):       # of resident memory nan where it is not known
-        raise train.Halt("memory grows with the stream")
+        raise machine.Halt("memory grows with the stream")
 
 
 # ---- recall
@@ -177,7 +177,7 @@ def mqar_task(args, device):
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip)
         if not (loss.isfinite() and norm.isfinite()):
-            raise train.Halt(f"step {step + 1}: loss {loss:.4f}, gradient norm {norm:.4f}: not finite; lower {'--lr' if step else '--max-step'}")
+            raise machine.Halt(f"step {step + 1}: loss {loss:.4f}, gradient norm {norm:.4f}: not finite; lower {'--lr' if step else '--max-step'}")
         train.update(optimizers, tc, train.lr_scale(step, tc))
         if (step + 1) % max(1, args.steps // 10) == 0:
             say(f"step {step + 1:5d}/{args.steps}  loss {loss:.4f}  {time.perf_counter() - began:.0f} s")
@@ -197,7 +197,7 @@ MQAR = "model", "pairs", "vocab", "seq_len", "steps", "lr", "optimizer", "seed"
 
 
 def parse(argv=None):
-    parser = data.Parser(prog="eval.py", description=__doc__)
+    parser = machine.Parser(prog="eval.py", description=__doc__)
     add = parser.add_argument
     add("--task", default="text", choices=("text", "mqar"), help="text: losses of a checkpoint; mqar: train a small model to recall pairs [text]")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
@@ -238,15 +238,15 @@ def parse(argv=None):
 
 def main(argv=None):
     args = parse(argv)
-    train.tune_cpu()
+    machine.tune_cpu()
     less = "--length, or take --stream 0" if args.task == "text" else "--vocab, --seq-len or the size of the network"
-    return train.exit_code(lambda: run(args), more_memory=f"lower --batch-size or {less}")
+    return machine.exit_code(lambda: run(args), more_memory=f"lower --batch-size or {less}")
 
 
 def run(args):
-    train.set_threads(args.threads)
-    device = train.pick_device(args.device)
-    train.set_matmul("auto", device, torch.float32)
+    machine.set_threads(args.threads)
+    device = machine.pick_device(args.device)
+    machine.set_matmul("auto", device, torch.float32)
     (text_task if args.task == "text" else mqar_task)(args, device)
 
 

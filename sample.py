@@ -11,8 +11,8 @@ import sys
 
 import torch
 
-from data import Parser, UserError, at_least
-from train import Halt, continue_text, encode_prompt, exit_code, load_checkpoint, pick_device, rebuild, tune_cpu
+from machine import Halt, Parser, UserError, at_least, exit_code, pick_device, tune_cpu
+from train import continue_text, encode_prompt, load_checkpoint, rebuild
 
 
 def parse(argv=None):

@@ -49,6 +49,7 @@ import bench
 import chunks
 import data
 import eval
+import machine
 import memory
 import models
 import muon
@@ -167,7 +168,7 @@ def test_ns_zero_and_rank_one():
 @pytest.mark.parametrize("shape", [(6, 6), (40, 40), (6, 28), (100, 40)], ids=str)
 def test_ns_of_next_to_nothing(shape, flush):
     """Squares underflow long before S does: of |S| = 1e-22 a sum of them had a part or nothing, and NS(S) was NaN, infinite, or that much
-    too large. Whatever S is, it counts as zero or in full; a sum of squares that are flushed to zero (train.tune_cpu) is no exception."""
+    too large. Whatever S is, it counts as zero or in full; a sum of squares that are flushed to zero (machine.tune_cpu) is no exception."""
     S, weight = randn(3, *shape), randn(3, *shape)
     S = (S / S.norm(dim=(1, 2), keepdim=True)).requires_grad_()
     exact = newton_schulz(S)
@@ -2841,7 +2842,7 @@ def fake_gpt2(monkeypatch):
 
 def user_error(call, *args, **kwargs):
     """The message of the UserError that the call must raise: one line."""
-    with pytest.raises(data.UserError) as caught:
+    with pytest.raises(machine.UserError) as caught:
         call(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -3707,14 +3708,14 @@ def test_device_that_is_not_there(name, capsys, trained, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert f"--device {name}" in refused(capsys, train.main, "--device", name, "--out", tmp_path / "x")
     assert f"--device {name}" in refused(capsys, sample.main, "--device", name, "--ckpt", trained)
-    assert train.pick_device("auto").type == "cpu" and not (tmp_path / "x").exists()
+    assert machine.pick_device("auto").type == "cpu" and not (tmp_path / "x").exists()
 
 
 def test_mps_has_to_be_asked_for(text, tmp_path, capsys, monkeypatch):
     """Some versions of macOS and torch leave parts of products unwritten there, and a block that is computed twice has two dropouts."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert train.pick_device("auto").type == "cpu" and train.pick_device("mps").type == "mps"
+    assert machine.pick_device("auto").type == "cpu" and machine.pick_device("mps").type == "mps"
     assert "--dropout 0" in refused(capsys, train.main, "--device", "mps", "--remat", "--dropout", "0.1", "--data", text, "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
     monkeypatch.setattr(train, "prepare_data", lambda *_: 1 / 0)
@@ -3898,12 +3899,12 @@ def test_auto_takes_bfloat16_only_where_it_is_native(monkeypatch):
     """Emulated bfloat16 is slower than float32; a CPU of which torch tells nothing must be taken for an old one."""
     for capability, native in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        assert train.native_bfloat16(torch.device("cuda")) == native
+        assert machine.native_bfloat16(torch.device("cuda")) == native
     for can, dtype in (({"avx512_bf16": True}, torch.bfloat16), ({"amx_bf16": True}, torch.bfloat16), ({"avx2": True}, torch.float32)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can, raising=False)
-        assert train.pick_dtype("auto", CPU) == dtype and train.pick_dtype("float32", CPU) == torch.float32
+        assert machine.pick_dtype("auto", CPU) == dtype and machine.pick_dtype("float32", CPU) == torch.float32
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert train.pick_dtype("auto", CPU) == torch.float32
+    assert machine.pick_dtype("auto", CPU) == torch.float32
 
 
 def test_bfloat16_stays_near_float32(text, tmp_path):
@@ -4007,7 +4008,7 @@ def test_the_schedule_reaches_every_group(kind):
 
 def test_M0_can_be_trained_alone(monkeypatch):
     """Fine-tuning of a few parameters leaves the outer Muon with no gradient at all."""
-    monkeypatch.setattr(train, "cpu_capabilities", lambda: {})
+    monkeypatch.setattr(machine, "cpu_capabilities", lambda: {})
     model, tc, x = tiny_model("omeganet"), train.TrainConfig(optimizer="muon"), torch.randint(16, (2, 12))
     for name, p in model.named_parameters():
         p.requires_grad_(".M0." in name)
@@ -4024,7 +4025,7 @@ def test_outer_muon_is_torch_muon(monkeypatch):
     gradients, how = [[randn(*a.shape) for a in start] for _ in range(3)], dict(lr=0.3, weight_decay=0.9)
 
     def run(kind, native):
-        monkeypatch.setattr(train, "cpu_capabilities", lambda: {"avx512_bf16": native})
+        monkeypatch.setattr(machine, "cpu_capabilities", lambda: {"avx512_bf16": native})
         params, after = [torch.nn.Parameter(a.clone()) for a in start], []
         optimizer = kind(params, **how)
         for step in gradients:
@@ -4192,7 +4193,7 @@ def test_what_cannot_be_recorded_ends_in_a_line(monkeypatch):
     tc = train.TrainConfig(batch_size=2, grad_accum=2, seq_len=13, warmup=0)
     tapes_for_graphs(monkeypatch, Fails)
     Fails.message = "operation not permitted when stream is capturing\nand more"
-    with pytest.raises(data.UserError) as told:
+    with pytest.raises(machine.UserError) as told:
         steps(small("atlas"), tc, True)
     assert str(told.value) == "--cuda-graph: operation not permitted when stream is capturing, then an error in what was recorded; drop the flag"
     Fails.message = "CUDA out of memory"
@@ -4241,7 +4242,7 @@ def test_lines_arrive_when_they_are_said(monkeypatch):
     """`python train.py | tee log` would show nothing for minutes."""
     said = []
     monkeypatch.setattr("builtins.print", lambda *_, **how: said.append(how))
-    train.say("a line")
+    machine.say("a line")
     assert said == [dict(flush=True)]
 
 
@@ -4466,7 +4467,7 @@ def test_a_log_of_another_kind_is_kept(tmp_path, capsys):
         assert f"log-{n}.csv" in capsys.readouterr().out
     path.unlink()
     path.mkdir()
-    with pytest.raises(train.Halt, match="log.csv"):
+    with pytest.raises(machine.Halt, match="log.csv"):
         train.begin_log(path, 5)
 
 
@@ -4486,7 +4487,7 @@ def test_a_full_disk_is_said_of_the_log(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(train.Halt, match="cannot write .*log.csv .*disk full"):
+    with pytest.raises(machine.Halt, match="cannot write .*log.csv .*disk full"):
         train.begin_log(tmp_path / "log.csv", 0)
     assert not list(tmp_path.iterdir())
 
@@ -4510,7 +4511,7 @@ def test_threads_reach_torch(tmp_path, monkeypatch):
     """--threads that does nothing: two runs beside each other wait for each other."""
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(train, "cpu_quota", lambda: math.inf)
+    monkeypatch.setattr(machine, "cpu_quota", lambda: math.inf)
     monkeypatch.setattr(train, "prepare_data", lambda *_: 1 / 0)
     for flags in ([], ["--threads", "3"]):
         with pytest.raises(ZeroDivisionError):
@@ -4563,7 +4564,7 @@ def test_nohup():
     """A run that was told to outlive its terminal must."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with train.StopOnSignal() as stop:
+        with machine.StopOnSignal() as stop:
             signal.raise_signal(signal.SIGHUP)
         assert not stop.signal and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
@@ -4627,9 +4628,9 @@ def test_a_signal_that_two_processes_have_had_is_one_signal(monkeypatch):
     """Ctrl-C at a terminal reaches all; added up it is another number, and another exit code."""
     def all_reduce(number, op=torch.distributed.ReduceOp.SUM):
         number.copy_(number.clamp(min=15) if op == torch.distributed.ReduceOp.MAX else number + 15)
-    monkeypatch.setattr(train, "processes", lambda: 2)
+    monkeypatch.setattr(machine, "processes", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    assert [train.greatest(number, CPU) for number in (0, 15)] == [15, 15]
+    assert [machine.greatest(number, CPU) for number in (0, 15)] == [15, 15]
 
 
 def test_the_other_processes_have_dropout_of_their_own(tmp_path, monkeypatch):
@@ -4695,7 +4696,7 @@ def test_weights_that_are_not_finite_are_never_saved(text, tmp_path, capsys):
     """The update itself can make them infinite, after the guard; an absurd --lr must end with the guard's message."""
     model = tiny_model()
     model.norm.weight.data[3] = float("inf")
-    with pytest.raises(train.Halt, match="step 7.*not finite"):
+    with pytest.raises(machine.Halt, match="step 7.*not finite"):
         train.save_checkpoint(tmp_path / "ckpt.pt", dict(step=7), model, [])
     assert not list(tmp_path.iterdir())
     assert "not finite" in refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", tmp_path / "out",
@@ -4710,9 +4711,9 @@ def test_a_run_outlives_its_reader(monkeypatch):
     silenced = []
     monkeypatch.setattr("builtins.print", closed)
     monkeypatch.setattr(os, "write", closed)
-    monkeypatch.setattr(train, "nobody_reads", lambda: silenced.append(True))
-    train.say("a line")
-    stop = train.StopOnSignal()
+    monkeypatch.setattr(machine, "nobody_reads", lambda: silenced.append(True))
+    machine.say("a line")
+    stop = machine.StopOnSignal()
     stop.signal = 0
     stop.note(signal.SIGINT, None)
     assert silenced == [True] and stop.signal == signal.SIGINT
@@ -4732,12 +4733,12 @@ def test_a_full_disk_for_what_is_said(monkeypatch, capsys):
     """A table that went nowhere, and exit code 0. What is said next goes nowhere, too, but what is computed goes on, and is saved."""
     done, nowhere = [], []
     stdout_is_full(monkeypatch)
-    monkeypatch.setattr(train, "nobody_reads", lambda: nowhere.append(True))
+    monkeypatch.setattr(machine, "nobody_reads", lambda: nowhere.append(True))
     for code in (0, 130):
-        assert train.exit_code(lambda: train.say("a table") or done.append(True) or code) == (code or 1)
+        assert machine.exit_code(lambda: machine.say("a table") or done.append(True) or code) == (code or 1)
         assert capsys.readouterr().err == "error: stdout took no more of what was said ([Errno 28] No space left on device); files that were saved are intact\n"
     assert done == nowhere == [True, True]
-    assert train.exit_code(lambda: 0) == 0                    # of another task it is no fault
+    assert machine.exit_code(lambda: 0) == 0                    # of another task it is no fault
 
 
 @pytest.mark.parametrize("preset, grows", [("transformer", True), ("dot", True), ("swa", False), ("omeganet", False)])
@@ -4785,7 +4786,7 @@ def test_a_failed_save_keeps_the_checkpoint_before_it(stage, copy, monkeypatch, 
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 832 vs 726\nmore")
     with monkeypatch.context() as patch:
         patch.setattr(torch if stage == "save" else os, stage, half if stage == "save" else full)
-        with pytest.raises(train.Halt, match="cannot write.*intact"):
+        with pytest.raises(machine.Halt, match="cannot write.*intact"):
             train.save_checkpoint(copy / "ckpt.pt", dict(step=1), model, [])
     assert contents(copy) == before
 
@@ -4840,9 +4841,9 @@ def test_another_process_has_ended(fault, monkeypatch, capsys):
     def wait():
         raise fault
     with pytest.raises(RuntimeError):
-        train.exit_code(wait)
-    monkeypatch.setattr(train, "processes", lambda: 2)
-    assert train.exit_code(wait) == 1 and "another process has ended" in capsys.readouterr().err
+        machine.exit_code(wait)
+    monkeypatch.setattr(machine, "processes", lambda: 2)
+    assert machine.exit_code(wait) == 1 and "another process has ended" in capsys.readouterr().err
 
 
 def test_closed_streams_are_no_files(tmp_path):
@@ -4854,7 +4855,7 @@ def test_closed_streams_are_no_files(tmp_path):
             got.append(file.fileno())
     os.close(0)
     try:
-        assert train.exit_code(task) == 0 and got[0] > 2 and os.fstat(0)
+        assert machine.exit_code(task) == 0 and got[0] > 2 and os.fstat(0)
     finally:
         os.dup2(kept, 0)
         os.close(kept)
@@ -4946,14 +4947,14 @@ def test_tune_cpu_is_silent_without_glibc(monkeypatch, capfd):
     class NoLibc:
         def __init__(self, name):
             raise OSError
-    monkeypatch.setattr(train.ctypes, "CDLL", lambda name: object())
-    train.tune_cpu()
-    monkeypatch.setattr(train.ctypes, "CDLL", NoLibc)
-    train.tune_cpu()
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: object())
+    machine.tune_cpu()
+    monkeypatch.setattr(machine.ctypes, "CDLL", NoLibc)
+    machine.tune_cpu()
     assert capfd.readouterr() == ("", "")
     told = []                                                 # and where there is one, it hears of all three habits
-    monkeypatch.setattr(train.ctypes, "CDLL", lambda name: argparse.Namespace(mallopt=lambda *how: told.append(how)))
-    train.tune_cpu()
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: argparse.Namespace(mallopt=lambda *how: told.append(how)))
+    machine.tune_cpu()
     assert told == [(1, 0), (-4, 0), (-1, -1)]
 
 
@@ -4966,19 +4967,19 @@ def test_no_more_threads_than_a_container_may_run(files, cpus, tmp_path, monkeyp
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content + "\n")
-    assert train.cpu_quota(tmp_path) == cpus
-    monkeypatch.setattr(train, "cpu_quota", lambda: cpus)
+    assert machine.cpu_quota(tmp_path) == cpus
+    monkeypatch.setattr(machine, "cpu_quota", lambda: cpus)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    train.tune_cpu()
+    machine.tune_cpu()
     assert threads == ([cpus] if cpus < 3 else [])
 
 
 def test_peak_memory_is_of_this_program(monkeypatch):
     """On Linux getrusage also tells of the one that started it, if that was larger."""
     def mebibytes():
-        return float(train.peak_memory(CPU).removesuffix(" MiB").replace(",", ""))
+        return float(machine.peak_memory(CPU).removesuffix(" MiB").replace(",", ""))
     first, real = mebibytes(), Path.read_text
     assert first == pytest.approx(eval.resident() / 2**20, rel=0.9) and mebibytes() >= first
     monkeypatch.setattr(Path, "read_text", lambda path, *how: "VmHWM:\t  2048 kB\n" if str(path) == "/proc/self/status" else real(path, *how))
@@ -4988,9 +4989,9 @@ def test_peak_memory_is_of_this_program(monkeypatch):
         raise FileNotFoundError
     monkeypatch.setattr(Path, "read_text", no_proc)
     assert mebibytes() > 2
-    real, how = train.most_resident(), train.sys.platform
-    monkeypatch.setattr(train.sys, "platform", "linux" if how == "darwin" else "darwin")         # where it is told in bytes, not in KiB
-    assert train.most_resident() == pytest.approx(real * 1024 if how == "darwin" else real / 1024, rel=0.1)
+    real, how = machine.most_resident(), machine.sys.platform
+    monkeypatch.setattr(machine.sys, "platform", "linux" if how == "darwin" else "darwin")         # where it is told in bytes, not in KiB
+    assert machine.most_resident() == pytest.approx(real * 1024 if how == "darwin" else real / 1024, rel=0.1)
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
@@ -5017,11 +5018,11 @@ AMD, INTEL = dict(avx512_f=True, sse4a=True), dict(avx512_f=True)
 def test_matmul_by_itself(can, exact, best, monkeypatch):
     """Products that are not float32's, where nobody asked for them; on an AMD core, half of its speed; single tokens by oneDNN."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can, raising=False)
-    monkeypatch.setattr(train, "exact_products", lambda device: exact)
+    monkeypatch.setattr(machine, "exact_products", lambda device: exact)
     cuda, half, seen = torch.device("cuda"), torch.bfloat16, []
     wanted = [(cuda, torch.float32, "highest"), (cuda, half, "high"), (CPU, half, best), (torch.device("mps"), torch.float32, "highest")]
     for device, dtype, want in wanted:
-        assert train.set_matmul("auto", device, dtype) == want == torch.get_float32_matmul_precision()
+        assert machine.set_matmul("auto", device, dtype) == want == torch.get_float32_matmul_precision()
     record = lambda *_: seen.append(torch.get_float32_matmul_precision())
     monkeypatch.setattr(bench, "PARTS", {name: (record, 1) for name in ("layer", "decode", "peers")})
     monkeypatch.setattr(eval, "text_task", record)
@@ -5050,7 +5051,7 @@ def test_denormals_are_flushed():
     try:
         if torch.set_flush_denormal(True):                    # else this processor cannot
             torch.set_flush_denormal(False)
-            train.tune_cpu()
+            machine.tune_cpu()
             assert (before * 1e-10).item() == 0
     finally:
         torch.set_flush_denormal(False)
@@ -5060,7 +5061,7 @@ def test_denormals_are_flushed():
 def test_every_program_tunes_the_cpu(script, monkeypatch):
     """A program that leaves it out is only slower, and its figures are not those of train.py."""
     called = []
-    for module, name in product({train, script}, ("tune_cpu", "exit_code")):
+    for module, name in product({machine, script}, ("tune_cpu", "exit_code")):
         monkeypatch.setattr(module, name, lambda *_, name=name, **__: called.append(name), raising=False)
     script.main([])
     assert called == ["tune_cpu", "exit_code"]                # before the work
@@ -6045,7 +6046,7 @@ def test_stream_tells_growth_and_nan(capsys, monkeypatch):
     ids, uniform = torch.arange(50) % 5, lambda x: torch.zeros(*x.shape, 5)
 
     def grows(model):
-        with pytest.raises(train.Halt, match="memory grows"):
+        with pytest.raises(machine.Halt, match="memory grows"):
             eval.stream(model, ids, 20_000)
     eval.stream(Stub(uniform), ids, 20_000)
     cache = Stub(uniform, lambda state: (torch.zeros(1000 + (0 if state is None else len(state[0]))),))
@@ -6057,7 +6058,7 @@ def test_stream_tells_growth_and_nan(capsys, monkeypatch):
     grows(Stub(uniform, grow))
     slowly = lambda state: (torch.zeros(1000 if state is None else len(state[0]) + 5),)          # by 9 % from the first tenth to the last
     grows(Stub(uniform, slowly))
-    with pytest.raises(train.Halt, match="the loss is nan after 1,024 tokens"):
+    with pytest.raises(machine.Halt, match="the loss is nan after 1,024 tokens"):
         eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000)
     monkeypatch.setattr(eval, "resident", lambda: math.nan)   # as on Windows
     eval.stream(Stub(uniform), ids, 20_000)
@@ -6411,7 +6412,7 @@ def test_losses_of_bfloat16_logits_are_summed_in_float32():
 def test_stdout_that_is_no_file(monkeypatch):
     """A notebook's stdout cannot be reconfigured: train.main([..]) in a cell ended in a traceback."""
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert train.exit_code(lambda: print("said")) == 0 and sys.stdout.getvalue() == "said\n"
+    assert machine.exit_code(lambda: print("said")) == 0 and sys.stdout.getvalue() == "said\n"
 
 
 def test_a_checkpoint_with_a_setting_of_another_version(copy):
@@ -6460,9 +6461,9 @@ def test_the_greatest_degree():
 
 def test_numbers_of_the_command_line_end_below_2_to_the_31():
     """models.LIMIT, of which torch takes some in 32 bits, let 2^31 itself through."""
-    assert data.at_least(int, 0)(str(2**31 - 1)) == 2**31 - 1
+    assert machine.at_least(int, 0)(str(2**31 - 1)) == 2**31 - 1
     with pytest.raises(argparse.ArgumentTypeError):
-        data.at_least(int, 0)(str(2**31))
+        machine.at_least(int, 0)(str(2**31))
 
 
 def test_a_folder_without_a_checkpoint_is_told_apart(tmp_path):
@@ -6519,7 +6520,7 @@ def test_a_rule_begins_as_titans():
 MUTANTS = [
     ("a layer in float16 fails inside", "models.py", "dtype in (torch.bfloat16, torch.float16):\n            raise ValueError(f\"a memory",
      "dtype in (torch.bfloat16,):\n            raise ValueError(f\"a memory", "test_a_layer_in_half_precision_is_refused"),
-    ("a full disk takes the measurements along", "bench.py", "raise train.Halt(f\"cannot write --json", "raise ValueError(f\"cannot write --json",
+    ("a full disk takes the measurements along", "bench.py", "raise machine.Halt(f\"cannot write --json", "raise ValueError(f\"cannot write --json",
      "test_a_run_cut_short_tells_what_it_measured"),
     ("what a stopped bench has measured is lost", "bench.py", "    finally:                                                  # a file may",
      "    except ZeroDivisionError:\n        pass\n    else:  # a file may", "test_a_run_cut_short_tells_what_it_measured"),
@@ -6775,11 +6776,11 @@ MUTANTS = [
     ("the last row of P is a view of it", "omega.py", "@ rows\n    return y, y[..., -1, :].clone()", "@ rows\n    return y, y[..., -1, :]",
      "test_recurrence"),
     ("a state that nobody uses has a gradient", "chunks.py", "[torch.zeros_like(d, dtype", "[torch.ones_like(d, dtype", "test_chunks_read_together"),
-    ("mps by itself", "train.py", 'name = "cuda" if there["cuda"] else "cpu"', 'name = next(kind for kind in there if there[kind])',
+    ("mps by itself", "machine.py", 'name = "cuda" if there["cuda"] else "cpu"', 'name = next(kind for kind in there if there[kind])',
      "test_mps_has_to_be_asked_for"),
-    ("a thread for each core of the host", "train.py", "cpu_quota() < torch.get_num_threads()", "False",
+    ("a thread for each core of the host", "machine.py", "cpu_quota() < torch.get_num_threads()", "False",
      "test_no_more_threads_than_a_container_may_run"),
-    ("no memory to tell of, no stream", "train.py", "    except ImportError:\n        return math.nan\n", "    except ZeroDivisionError:\n        pass\n",
+    ("no memory to tell of, no stream", "machine.py", "    except ImportError:\n        return math.nan\n", "    except ZeroDivisionError:\n        pass\n",
      "test_resident_memory_of_any_system"),
     ("the outer Muon emulates bfloat16", "train.py", "if native_bfloat16(self.param_groups[0]", "if True or native_bfloat16(self.param_groups[0]",
      "test_outer_muon_is_torch_muon"),
@@ -6903,10 +6904,10 @@ MUTANTS = [
      "test_optimizers_of_another_version"),
     ("any archive is a hostile one", "train.py", 'if any(n.endswith("data.pkl") for n in names) else', "if True else",
      "test_broken_and_foreign_checkpoints_are_refused_each_in_its_own_words"),
-    ("no place for compiled files ends a run", "train.py", "isinstance(fault, OSError) or type(fault)", "type(fault)",
+    ("no place for compiled files ends a run", "machine.py", "isinstance(fault, OSError) or type(fault)", "type(fault)",
      "test_where_compiling_fails_nothing_is_compiled"),
-    ("what stdout does not take fails at exit, too", "train.py", 'print(end="", flush=True) ', "pass ", "test_what_stdout_does_not_take"),
-    ("the bench holds its lines back", "bench.py", "from train import say", "say = print", "test_what_stdout_does_not_take"),
+    ("what stdout does not take fails at exit, too", "machine.py", 'print(end="", flush=True) ', "pass ", "test_what_stdout_does_not_take"),
+    ("the bench holds its lines back", "bench.py", "Parser, UserError, at_least, say\n", "Parser, UserError, at_least\nsay = print\n", "test_what_stdout_does_not_take"),
     ("--init --size auto", "train.py", ' and (n, v) != ("size", "auto")}', "}", "test_a_run_that_begins_with_the_weights_of_another"),
     ("token files for any vocabulary", "data.py", '        if tokenizer.kind not in ("byte", "gpt2"):', "        if False:",
      "test_token_files_for_a_vocabulary_of_another_text"),
@@ -6955,8 +6956,8 @@ MUTANTS = [
     ("two runs in one folder", "train.py", "fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_one_run_a_folder"),
     ("a longer run ends with its old limit of time", "train.py", '"steps" in given and "minutes" not in given', "not ckpt and 'steps' in given",
      "test_a_finished_run_can_be_made_longer"),
-    ("nohup undone", "train.py", " and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN", "", "test_nohup"),
-    ("torchrun's own signal counts as the second", "train.py", "if processes() > 1 and time.monotonic()", "if False and time.monotonic()",
+    ("nohup undone", "machine.py", " and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN", "", "test_nohup"),
+    ("torchrun's own signal counts as the second", "machine.py", "if processes() > 1 and time.monotonic()", "if False and time.monotonic()",
      "test_two_processes_train_like_one"),
     ("a token of exp features writes all keys", "omega.py", "torch.eye(ks.shape[2], dtype=q.dtype, device=q.device)",
      "torch.eye(n, dtype=q.dtype, device=q.device)[-ks.shape[2]:, -ks.shape[2]:]", "test_a_token_of_exp_features_is_not_a_square_of_those_before"),
@@ -6966,7 +6967,7 @@ MUTANTS = [
     ("a token file read as text", "data.py", 'if str(name).endswith(".bin") and', "if False and", "test_a_token_file_is_no_text"),
     ("a last pass without end", "train.py", "            part = ids[: batch_size * LONGEST + 1]", "            part = ids",
      "test_where_each_token_costs_more_than_the_last_the_last_pass_ends_earlier"),
-    ("out of memory, in a traceback", "train.py", "        if out_of_memory(fault):\n            message", "        if False:\n            message",
+    ("out of memory, in a traceback", "machine.py", "        if out_of_memory(fault):\n            message", "        if False:\n            message",
      "test_out_of_memory_elsewhere"),
     ("a preset without its norm", "models.py", 'loss="dot", window=1, memory_norm=True,             **_simple)',
      'loss="dot", window=1,             **_simple)', "test_models_py_prints_the_models_of_the_paper"),
@@ -7008,9 +7009,9 @@ MUTANTS = [
      "", "test_where_compiling_fails_nothing_is_compiled"),
     ("resuming asks for the vocabulary", "train.py", 'tokenizer_from_state(known["tokenizer"]) if known else make_tokenizer(',
      "make_tokenizer(", "test_resume_asks_for_no_vocabulary"),
-    ("--threads does nothing", "train.py", "    if n:\n        torch.set_num_threads(n)",
+    ("--threads does nothing", "machine.py", "    if n:\n        torch.set_num_threads(n)",
      "    if False:\n        torch.set_num_threads(n)", "test_threads_reach_torch"),
-    ("--threads of eval.py does nothing", "eval.py", "    train.set_threads(args.threads)\n", "", "test_threads_reach_torch"),
+    ("--threads of eval.py does nothing", "eval.py", "    machine.set_threads(args.threads)\n", "", "test_threads_reach_torch"),
     ("a bucket of no positions", "eval.py", "for i in range(60) if 16 * 2**i < length)",
      "for i in range(60) if 15 * 2**i < length)", "test_position_loss_is_the_mean_loss_seen_by_position"),
     ("the convolution rounds to what comes in", "models.py", "y = torch.empty_like(x, dtype=taps.dtype)",
@@ -7027,7 +7028,7 @@ MUTANTS = [
     ("eval.py reads with dropout", "eval.py", "model.to(device).eval()", "model.to(device)", "test_eval_reads_without_dropout"),
     ("rates to blame before the first step", "train.py", 'or raise --warmup" if step else "--max-step"', 'or raise --warmup"',
      "test_a_first_gradient_that_is_too_large"),
-    ("a stream that is not finite", "eval.py", '            raise train.Halt(f"the loss is {loss} after {seen:,} tokens of the stream")', "            return",
+    ("a stream that is not finite", "eval.py", '            raise machine.Halt(f"the loss is {loss} after {seen:,} tokens of the stream")', "            return",
      "test_stream_tells_growth_and_nan"),
     ("tables that are not finite", "eval.py", "if not (math.isfinite(loss) and at.isfinite().all()):", "if False:", "test_eval_ends_with_an_error_where_it_says_nan"),
     ("recall with a gradient that is not finite", "eval.py", "if not (loss.isfinite() and norm.isfinite()):", "if not loss.isfinite():",
@@ -7037,13 +7038,13 @@ MUTANTS = [
     ("nanoGPT's characters", "data.py", "(meta := Path(name, \"meta.pkl\")).exists()", "(meta := Path(name, \"no.pkl\")).exists()",
      "test_token_files_of_a_vocabulary_of_their_own"),
     ("a text that was cut", "data.py", 'error.reason == "unexpected end of data"', "False", "test_a_text_that_was_cut_within_a_character"),
-    ("-- is an empty list", "data.py", 'if arg_strings != ["--"] or', "if True or", "test_two_dashes_are_a_value"),
-    ("lines wait in a buffer", "train.py", "print(text, flush=True)", "print(text)", "test_lines_arrive_when_they_are_said"),
+    ("-- is an empty list", "machine.py", 'if arg_strings != ["--"] or', "if True or", "test_two_dashes_are_a_value"),
+    ("lines wait in a buffer", "machine.py", "print(text, flush=True)", "print(text)", "test_lines_arrive_when_they_are_said"),
     ("every process saves", "train.py", "    if rank():\n        return\n    with writing", "    with writing", "test_one_process_saves"),
     ("the residual stream grows with its depth", "models.py", "(2 * self.config.n_layer) ** -0.5", "2 ** -0.5", "test_starting_values_by_hand"),
     ("a tied embedding starts large", "models.py", "std=0.02 if self.config.tie else 1.0", "std=1.0", "test_starting_values_by_hand"),
     ("samples with dropout", "train.py", "model.eval().generate(", "model.generate(", "test_writing_is_without_dropout"),
-    ("a sample is for its own terminal", "train.py", 'sys.stdout.reconfigure(errors="replace")',
+    ("a sample is for its own terminal", "machine.py", 'sys.stdout.reconfigure(errors="replace")',
      "pass", "test_a_sample_with_letters_that_the_terminal_has_not"),
     ("M0 of the size of its features", "models.py", "std=self.M0[-1].shape[1] ** -0.5",
      "std=self.M0[0].shape[1] ** -0.5", "test_starting_values_of_memories"),
@@ -7108,11 +7109,11 @@ MUTANTS = [
     ("a number read back", "omega.py", "        da = torch.cat([first,", "        da = 0 * g.sum().item() + torch.cat([first,",
      "test_nothing_waits_for_the_host[atlas++-more4]"),
     ("no tokens, no answer", "omega.py", " if ys else torch.zeros_like(v)", "", "test_any_split_is_the_whole[atlas]"),
-    ("no reader, no run", "train.py", "UNSAID.append(fault)\n        nobody_reads()\n", "UNSAID.append(fault)\n        raise\n",
+    ("no reader, no run", "machine.py", "UNSAID.append(fault)\n        nobody_reads()\n", "UNSAID.append(fault)\n        raise\n",
      "test_a_run_outlives_its_reader"),
-    ("what a full disk did not take is no fault", "train.py", "        if not UNSAID:\n            return code\n", "        return code\n",
+    ("what a full disk did not take is no fault", "machine.py", "        if not UNSAID:\n            return code\n", "        return code\n",
      "test_a_full_disk_for_what_is_said"),
-    ("what stdout did not take of an earlier task", "train.py", "    UNSAID.clear()\n", "", "test_a_full_disk_for_what_is_said"),
+    ("what stdout did not take of an earlier task", "machine.py", "    UNSAID.clear()\n", "", "test_a_full_disk_for_what_is_said"),
     ("a log of another kind is lost", "train.py", "            os.replace(path, kept)\n", "            path.unlink()\n",
      "test_a_log_of_another_kind_is_kept"),
     ("no word of a gradient that is noise", "train.py", "if norm > 1000 * max(1.0, tc.grad_clip) and", "if False and",
@@ -7131,7 +7132,7 @@ MUTANTS = [
     ("bench: --compile does nothing", "bench.py", "if args.compile is None else args.compile", "", "test_bench_flags_reach_the_parts"),
     ("bench: --model does nothing", "bench.py", "names = args.model or list(models.PRESETS)", "names = list(models.PRESETS)",
      "test_bench_flags_reach_the_parts"),
-    ("bench: --dtype does nothing", "bench.py", "train.pick_dtype(args.dtype, device)", 'train.pick_dtype("float32", device)',
+    ("bench: --dtype does nothing", "bench.py", "machine.pick_dtype(args.dtype, device)", 'machine.pick_dtype("float32", device)',
      "test_bench_flags_reach_the_parts"),
     ("bench: figures without their command", "bench.py", "argv=sys.argv[1:]", "argv=[]", "test_bench_flags_reach_the_parts"),
     ("bench: pictures wherever it was started", "bench.py", 'plot(bench.records, Path(__file__).parent / "results")',
@@ -7142,8 +7143,8 @@ MUTANTS = [
      "test_layer_runs_reach_every_input"),
     ("bench: no backward pass of a layer", "bench.py", "torch.autograd.grad(y, inputs, up.to(y.dtype), allow_unused=True) ", "return y ",
      "test_layer_runs_reach_every_input"),
-    ("bench: a layer in float32, whatever was asked for", "bench.py", "train.autocast(bench.device, bench.dtype)",
-     "train.autocast(bench.device, torch.float32)", "test_layers_compute_in_the_precision_of_the_bench"),
+    ("bench: a layer in float32, whatever was asked for", "bench.py", "machine.autocast(bench.device, bench.dtype)",
+     "machine.autocast(bench.device, torch.float32)", "test_layers_compute_in_the_precision_of_the_bench"),
     ("bench: omega beside itself", "bench.py", "name: slow(fast, rule)", "name: fast", "test_definitions_race_with_the_fast_rule"),
     ("bench: a sweep of one value", "bench.py", "**differences, knob: value}", "**differences}", "test_sweeps_change_one_setting_at_a_time"),
     ("bench: sweeps of WORK", "bench.py", "**heads(width), **differences, knob", "**heads(width), knob",
@@ -7235,7 +7236,7 @@ MUTANTS = [
      "test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay"),
     ("gates of the output do not decay", "train.py", 'or ".gates." in name', 'or "gate" in name',
      "test_every_parameter_has_one_optimizer_and_only_hidden_matrices_decay"),
-    ("signals add up", "train.py", "dist.all_reduce(number, dist.ReduceOp.MAX)", "dist.all_reduce(number)", "test_a_signal_that_two_processes_have_had_is_one_signal"),
+    ("signals add up", "machine.py", "dist.all_reduce(number, dist.ReduceOp.MAX)", "dist.all_reduce(number)", "test_a_signal_that_two_processes_have_had_is_one_signal"),
     ("the last step is a stop", "train.py", "step == tc.stop_after and over < 1", "step == tc.stop_after", "test_the_last_step_is_an_end"),
     ("validation in float32", "train.py", "with autocast(device, dtype), nullcontext() if whole", "with autocast(device, torch.float32), nullcontext() if whole",
      "test_the_precision_asked_for_reaches_every_pass"),
@@ -7267,13 +7268,13 @@ MUTANTS = [
     ("the device of another machine", "train.py", '"stop_after", "device", "compile"', '"stop_after", "compile"', "test_what_may_change_when_a_run_goes_on"),
     ("tiny on a GPU", "train.py", '"baby" if pick_device(', '"tiny" if pick_device(', "test_on_cuda_a_run_is_larger_and_compiled"),
     ("eager on a GPU", "train.py", 'given.get("compile", device.type == "cuda")', 'given.get("compile", False)', "test_on_cuda_a_run_is_larger_and_compiled"),
-    ("bfloat16 from SM 9 on", "train.py", "get_device_capability() >= (8, 0)", "get_device_capability() >= (9, 0)", "test_auto_takes_bfloat16_only_where_it_is_native"),
+    ("bfloat16 from SM 9 on", "machine.py", "get_device_capability() >= (8, 0)", "get_device_capability() >= (9, 0)", "test_auto_takes_bfloat16_only_where_it_is_native"),
     ("the last pass of one stream", "train.py", "tokenizer, val, tc.seq_len, tc.batch_size, dtype)", "tokenizer, val, tc.seq_len, 1, dtype)",
      "test_a_run_prints_and_logs_what_it_did"),
-    ("every second signal is a Ctrl-C", "train.py", "raise KeyboardInterrupt(number)", "raise KeyboardInterrupt", "test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint"),
-    ("most memory in KiB on a Mac", "train.py", 'ru_maxrss * (1 if sys.platform == "darwin" else 1024)', "ru_maxrss * 1024", "test_peak_memory_is_of_this_program"),
+    ("every second signal is a Ctrl-C", "machine.py", "raise KeyboardInterrupt(number)", "raise KeyboardInterrupt", "test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint"),
+    ("most memory in KiB on a Mac", "machine.py", 'ru_maxrss * (1 if sys.platform == "darwin" else 1024)', "ru_maxrss * 1024", "test_peak_memory_is_of_this_program"),
     ("--remat on mps is refused", "train.py", 'device.type == "mps" and tc.remat and config.dropout:', 'device.type == "mps" and tc.remat:', "test_mps_has_to_be_asked_for"),
-    ("freed blocks go back", "train.py", "    mallopt(-1, -1) ", "    pass ", "test_tune_cpu_is_silent_without_glibc"),
+    ("freed blocks go back", "machine.py", "    mallopt(-1, -1) ", "    pass ", "test_tune_cpu_is_silent_without_glibc"),
     ("a ball that no one feels", "models.py", "max_norm: float = opt(50.0,", "max_norm: float = opt(500.0,", "test_defaults_are_those_that_the_readme_tells"),
     ("atlas with another muon_every", "models.py", 'chunk=128, muon_every=128),                     # Eq 32', 'chunk=128, muon_every=64),                      # Eq 32',
      "test_defaults_are_those_that_the_readme_tells"),
@@ -7341,9 +7342,9 @@ MUTANTS = [
      "test_seed_of_mqar_reaches_weights_and_sequences"),
     ("the last loss of a bucket for its mean", "eval.py", "at[a:b].mean()", "at[b - 1]", "test_loss_by_position_is_said_of_the_right_positions"),
     ("as long as in training is longer", "eval.py", "if b > T else", "if b >= T else", "test_loss_by_position_is_said_of_the_right_positions"),
-    ("eval.py on an untuned CPU", "eval.py", "    train.tune_cpu()\n", "", "test_every_program_tunes_the_cpu"),
+    ("eval.py on an untuned CPU", "eval.py", "    machine.tune_cpu()\n", "", "test_every_program_tunes_the_cpu"),
     ("sample.py on an untuned CPU", "sample.py", "    tune_cpu()\n", "", "test_every_program_tunes_the_cpu"),
-    ("bench.py on an untuned CPU", "bench.py", "    train.tune_cpu()\n", "", "test_every_program_tunes_the_cpu"),
+    ("bench.py on an untuned CPU", "bench.py", "    machine.tune_cpu()\n", "", "test_every_program_tunes_the_cpu"),
     ("train.py on an untuned CPU", "train.py", "    tune_cpu()\n", "", "test_every_program_tunes_the_cpu"),
     ("--top-p is at most 0.9", "sample.py", "top_p=args.top_p", "top_p=min(args.top_p, 0.9)", "test_flags_of_sample_reach_the_model"),
     ("a mark of byte order in a pipe", "sample.py", '.decode("utf-8-sig")', '.decode("utf-8")', "test_prompts"),
@@ -7400,11 +7401,11 @@ MUTANTS = [
      "test_ball_is_the_reference[atlas]"),
     ("one bound for two matrices", "chunks.py", "turn(W, tall).chunk(count, -1)", "[turn(W, tall)] * count", "test_ball_is_the_reference[gated]"),
     ("--matmul does nothing", "train.py", "    set_matmul(tc.matmul, device, dtype)\n", "", "test_matmul_is_what_torch_multiplies_with"),
-    ("--matmul of the bench does nothing", "bench.py", "train.set_matmul(args.matmul, device, dtype)", '"highest"',
+    ("--matmul of the bench does nothing", "bench.py", "machine.set_matmul(args.matmul, device, dtype)", '"highest"',
      "test_matmul_is_what_torch_multiplies_with"),
-    ("coarse products on a CPU by themselves", "train.py", "        if not exact_products(device):", "        if False:", "test_matmul_by_itself"),
-    ("medium on an Intel core", "train.py", 'cpu.get("avx512_f") and cpu.get("sse4a")', 'cpu.get("avx512_f")', "test_matmul_by_itself"),
-    ("TF32 beside float32", "train.py", '"high" if device.type == "cuda" and dtype == torch.bfloat16', '"high" if device.type == "cuda"',
+    ("coarse products on a CPU by themselves", "machine.py", "        if not exact_products(device):", "        if False:", "test_matmul_by_itself"),
+    ("medium on an Intel core", "machine.py", 'cpu.get("avx512_f") and cpu.get("sse4a")', 'cpu.get("avx512_f")', "test_matmul_by_itself"),
+    ("TF32 beside float32", "machine.py", '"high" if device.type == "cuda" and dtype == torch.bfloat16', '"high" if device.type == "cuda"',
      "test_matmul_by_itself"),
     ("the bench compiles every place in a chunk", "bench.py", '"force_eager" if name == "decode" else "default"', '"default"',
      "test_single_tokens_are_not_compiled"),
@@ -7477,7 +7478,7 @@ MUTANTS = [
      "test_what_counts_as_the_length_of_a_text"),
     ("no text is long", "omega.py", "        if len(lengths) == 1:\n", "        if len(lengths):\n", "test_pieces_spare_memory"),
     ("ragged windows are compiled", "train.py", "nullcontext() if whole else", "nullcontext() if True else", "test_ragged_windows_are_not_compiled"),
-    ("evaluation at half speed", "eval.py", '    train.set_matmul("auto", device, torch.float32)\n', "",
+    ("evaluation at half speed", "eval.py", '    machine.set_matmul("auto", device, torch.float32)\n', "",
      "test_matmul_by_itself"),
     ("an old torch is not noticed", "train.py", 'if not hasattr(torch.optim, "Muon"):', "if False:", "test_a_torch_that_is_too_old"),
     ("chunk formulas: windows begin before the text", "omega.py", ">= missing).to(q.device)", ">= 0).to(q.device)", "test_omega_chunk_is_omega_ref"),
@@ -7503,7 +7504,7 @@ MUTANTS = [
      "test_a_new_loss_is_never_another"),
     ("logs of an older version are dropped", "train.py", "if len(row) == len(head)", "if len(row) == len(COLUMNS) and head == list(COLUMNS)",
      "test_log_rows_of_lost_steps_are_dropped"),
-    ("denormals stay", "train.py", "set_flush_denormal(True)", "set_flush_denormal(False)", "test_denormals_are_flushed"),
+    ("denormals stay", "machine.py", "set_flush_denormal(True)", "set_flush_denormal(False)", "test_denormals_are_flushed"),
     ("detach detaches nothing", "models.py", "else t.detach()\n", "else t\n", "test_detach"),
     ("rows that are no whole numbers are rounded", "models.py", "isinstance(rows, list) and any", "False and any",
      "test_select_of_lists_slices_and_single_numbers"),
@@ -7540,7 +7541,7 @@ MUTANTS = [
      "test_models_py_is_a_program"),
     ("validation in bfloat16", "train.py", 'logits.flatten(0, 1).float(), y.flatten(), reduction', 'logits.flatten(0, 1), y.flatten(), reduction',
      "test_losses_of_bfloat16_logits_are_summed_in_float32"),
-    ("stdout of a notebook", "train.py", 'if hasattr(sys.stdout, "reconfigure"):', 'if True:',
+    ("stdout of a notebook", "machine.py", 'if hasattr(sys.stdout, "reconfigure"):', 'if True:',
      "test_stdout_that_is_no_file"),
     ("settings without their checkpoint", "train.py", '    known = ckpt or origin\n    try', '    known = ckpt and origin\n    try',
      "test_a_checkpoint_with_a_setting_of_another_version"),
@@ -7556,7 +7557,7 @@ MUTANTS = [
      "test_the_cache_of_a_window_is_one_token_shorter"),
     ("degree 56", "models.py", 'not attention and self.degree > 56', 'not attention and self.degree > 55',
      "test_the_greatest_degree"),
-    ("2^31", "data.py", 'high=2**31 - 1', 'high=2**31 - 0',
+    ("2^31", "machine.py", 'high=2**31 - 1', 'high=2**31 - 0',
      "test_numbers_of_the_command_line_end_below_2_to_the_31"),
     ("a folder without a checkpoint", "train.py", '                raise UserError(f"no best.pt or ckpt.pt in the folder', '                (f"no best.pt or ckpt.pt in the folder',
      "test_a_folder_without_a_checkpoint_is_told_apart"),
@@ -7594,8 +7595,8 @@ MUTANTS = [
     ("a full disk without a name", "train.py", "    with writing(path), replacing(path) as tmp:", "    with replacing(path) as tmp:",
      "test_a_full_disk_is_said_of_the_log"),
     ("a full disk without a name, later", "train.py", 'with writing(path), open(path, "a")', 'with open(path, "a")', "test_a_disk_that_fills_during_a_run"),
-    ("the log is file number 2", "train.py", "os.O_RDWR)) <= 2:", "os.O_RDWR)) < 0:", "test_closed_streams_are_no_files"),
-    ("a process that waited for another, in a traceback", "train.py", 'or "Connection " in str(fault))', ")", "test_another_process_has_ended"),
+    ("the log is file number 2", "machine.py", "os.O_RDWR)) <= 2:", "os.O_RDWR)) < 0:", "test_closed_streams_are_no_files"),
+    ("a process that waited for another, in a traceback", "machine.py", 'or "Connection " in str(fault))', ")", "test_another_process_has_ended"),
     ("done, with a loss of nan", "train.py", "    if not math.isfinite(loss):\n        raise Halt(f\"the best", "    if False:\n        raise Halt(f\"the best",
      "test_a_model_that_has_diverged"),
     ("a diverged model writes a traceback", "sample.py", 'if "probability tensor" in str(fault):', "if False:", "test_a_model_that_has_diverged"),

@@ -13,12 +13,9 @@ A batch is a function of (seed, step) alone and a checkpoint holds all the rest,
 run that was stopped and resumed ends in the same bits as one that was not, as long as --minutes is not what lowers its rates.
 """
 import argparse
-import ctypes
-import errno
 import math
 import os
 import shlex
-import signal
 import sys
 import tempfile
 import textwrap
@@ -34,17 +31,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from data import TOKENIZERS, Parser, UserError, batch, make_tokenizer, read, replacing, streams, tokenizer_from_state, windows
+from data import TOKENIZERS, batch, make_tokenizer, read, replacing, streams, tokenizer_from_state, windows
+from machine import (MATMUL, Halt, Parser, StopOnSignal, UserError, autocast, exit_code, first_line, greatest, native_bfloat16, of_compiler,
+                     out_of_memory, peak_memory, pick_device, pick_dtype, processes, rank, say, set_matmul, set_threads, tune_cpu)
 from models import LM, PRESETS, SIZES, Config, check, detach, flag, idle, opt
-from muon import exact_products, newton_schulz
+from muon import newton_schulz
 
 if not hasattr(torch.optim, "Muon"):                          # begun in torch 2.9
     sys.exit(f"torch {torch.__version__} is too old; to have a newer one: pip install -r requirements.txt")
 
 
 # ---- settings and flags
-
-MATMUL = "auto", "highest", "high", "medium"
 
 
 @dataclass
@@ -114,10 +111,6 @@ LAUNCH = {"out", "resume", "stop_after", "device", "compile", "cuda_graph", "thr
 # may differ on --resume (data: its name)
 FREE = LAUNCH | {"data", "steps", "minutes", "eval_every", "log_every", "sample_tokens", "remat"}
 NO_FLAG = "vocab_size", "mixer"                               # which the tokenizer and the preset decide
-
-
-class Halt(Exception):
-    """Ends a run with one line and exit code 1: not the user's mistake, and the last checkpoint is intact."""
 
 
 def add_flags(group, cls, presets, skip=()):
@@ -362,225 +355,6 @@ def set_aside(out):
         say(f"an earlier run lay in {out}; it is now in {old}")
 
 
-def first_line(fault):
-    return (str(fault).strip() or type(fault).__name__).splitlines()[0]
-
-
-# ---- the machine
-
-def rank():
-    """The number of this process, of those that torchrun has started; the first one, 0, is the one that talks and writes."""
-    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
-
-
-def processes():
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-
-
-def join(device, tc):
-    """Make this process one of several -> its device. They compute the same steps, each from its share of the passes (train_step)."""
-    if device.type == "mps":
-        raise UserError("several processes on mps cannot exchange gradients; use one, or --device cpu")
-    if tc.grad_accum % processes() or tc.minutes:
-        raise UserError(f"{processes()} processes need a --grad-accum that they can share, not {tc.grad_accum}, and no --minutes, "
-                        f"for their clocks differ; add --grad-accum {processes()} --minutes 0")
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device
-
-
-def greatest(number, device):
-    """The greatest of all processes' numbers."""
-    if processes() > 1:
-        number = torch.tensor(number, device=device)
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-    return int(number)
-
-
-UNSAID = []                                                   # why stdout took no more, if not because its reader had gone: exit_code tells it
-
-
-def say(text=""):
-    """A line on stdout. A run outlives its reader (`| head`, or a `| tee` that the same Ctrl-C has ended) and a full disk: it has things to save."""
-    if rank():
-        return
-    try:
-        print(text, flush=True)
-    except OSError as fault:
-        if not isinstance(fault, BrokenPipeError) and fault.errno != errno.EINVAL:       # which is what Windows calls a broken pipe
-            UNSAID.append(fault)
-        nobody_reads()
-
-
-def nobody_reads():
-    """What is still to be printed goes nowhere; else it would fail again, and once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def pick_device(name):
-    there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    if name == "auto":
-        name = "cuda" if there["cuda"] else "cpu"
-    if not there[name]:
-        raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
-    return torch.device(name)
-
-
-def native_bfloat16(device):
-    """Does the device compute with bfloat16 faster than with float32? (A CPU that has no instructions for it takes many times as long.)"""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability() >= (8, 0)
-    cpu = cpu_capabilities()
-    return device.type == "cpu" and bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
-
-
-def pick_dtype(name, device):
-    if name == "auto":
-        name = "bfloat16" if native_bfloat16(device) else "float32"
-    return getattr(torch, name)
-
-
-def set_matmul(name, device, dtype):
-    """torch.set_float32_matmul_precision(name), which is returned. auto: how float32 products are fast and as exact as they need to be.
-
-    Those of the memory need not be more exact than a GPU's TF32, ten times as fast, where those around it are bfloat16. And an AMD core
-    computes them at half its width by MKL; with `medium` torch asks oneDNN, which uses all of it, and on those cores rounds nothing.
-    """
-    if name != "auto":
-        torch.set_float32_matmul_precision(name)
-    elif device.type == "cpu" and amd_with_avx512():
-        torch.set_float32_matmul_precision("medium")
-        if not exact_products(device):
-            torch.set_float32_matmul_precision("highest")
-    else:
-        torch.set_float32_matmul_precision("high" if device.type == "cuda" and dtype == torch.bfloat16 else "highest")
-    return torch.get_float32_matmul_precision()
-
-
-def amd_with_avx512():
-    cpu = cpu_capabilities()
-    return cpu.get("avx512_f") and cpu.get("sse4a")           # SSE4a was never in a core of Intel's
-
-
-def cpu_capabilities():
-    return getattr(torch.cpu, "get_capabilities", dict)()     # older versions of torch do not tell
-
-
-def autocast(device, dtype):
-    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
-
-
-def tune_cpu():
-    """Habits of CPUs, containers and glibc that cost a memory more than its arithmetic; to be called before the first product.
-
-    Gates that decay for a chunk make numbers below 1e-38, at which an Intel core takes some hundred times as long: they become 0 (in
-    threads that begin after this, too). torch starts a thread for each core, however few of them a container may use. And glibc gives
-    large freed blocks back to the system, which has to clear them again.
-    """
-    torch.set_flush_denormal(True)
-    if cpu_quota() < torch.get_num_threads():
-        torch.set_num_threads(cpu_quota())
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):              # not glibc
-        return
-    mallopt(1, 0)                                             # M_MXFAST: no lists of small freed blocks, which large requests first merge
-    mallopt(-4, 0)                                            # M_MMAP_MAX: large blocks come from the heap, too
-    mallopt(-1, -1)                                           # M_TRIM_THRESHOLD: and stay there, however many
-
-
-def set_threads(n):
-    """torch.set_num_threads, where n is not 0."""
-    if n > 1024:
-        raise UserError(f"--threads {n}: at most 1024; more threads than cores are slower anyway")
-    if n:
-        torch.set_num_threads(n)
-
-
-def cpu_quota(root="/sys/fs/cgroup"):
-    """How many CPUs Linux lets a container use at a time (docker --cpus), at least 1; infinity without a limit."""
-    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):         # of cgroup 2, of cgroup 1
-        with suppress(OSError, ValueError):                   # no such file; "max"
-            quota, period = (int(n) for name in names for n in Path(root, name).read_text().split())
-            return max(1, quota // period) if quota > 0 else math.inf
-    return math.inf
-
-
-def peak_memory(device):
-    """The most memory that this program has held so far, as words for a line."""
-    if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB on the GPU"
-    with suppress(OSError, StopIteration):                    # Linux, where getrusage would also tell of the program that started this one
-        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-        return f"{int(peak.split()[1]) / 2**10:,.0f} MiB"
-    most = most_resident()
-    return "unknown" if math.isnan(most) else f"{most / 2**20:,.0f} MiB"
-
-
-def most_resident():
-    """The most bytes of memory that this process has ever occupied; nan on Windows."""
-    try:
-        from resource import RUSAGE_SELF, getrusage
-    except ImportError:
-        return math.nan
-    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def out_of_memory(fault):
-    """Is it that memory ran out: torch's, on a CPU or a GPU, or a compiler's, which tries its kernels there?"""
-    told = isinstance(fault, RuntimeError) and any(words in str(fault) for words in ("allocate memory", "out of memory", "ALLOC_FAILED"))
-    return told or isinstance(fault, (MemoryError, torch.OutOfMemoryError))
-
-
-def of_compiler(fault):
-    """Is it torch.compile's, or one of the files that it writes? A run can do without."""
-    return isinstance(fault, OSError) or type(fault).__module__.startswith(("torch._dynamo", "torch._inductor", "triton"))
-
-
-def compile_model(model, x, y, dtype):
-    """Compile and try it on one batch; where that fails say so once and go on without."""
-    began = time.perf_counter()
-    torch.compiler.set_stance("default")
-    model.compile_memory()
-    with torch.random.fork_rng([x.get_device()] if x.is_cuda else []):     # the trial draws no random number of the run
-        try:
-            one_pass(model, x, y, dtype)
-            say(f"compiled in {time.perf_counter() - began:.0f} s")
-        except Exception as fault:
-            if not of_compiler(fault):
-                raise
-            torch.compiler.set_stance("force_eager")
-            print(f"warning: torch.compile failed, going on without it: {first_line(fault)}", file=sys.stderr)
-    model.zero_grad()
-
-
-class StopOnSignal:
-    """The first Ctrl-C, SIGTERM or SIGHUP (a terminal that closes) is noted, and the loop stops after its step; a second one stops at once."""
-
-    def __enter__(self):
-        self.signal, self.when = 0, 0.0
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:      # not on Windows; not under nohup
-            numbers.append(signal.SIGHUP)
-        self.before = {number: signal.signal(number, self.note) for number in numbers}
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def note(self, number, frame):
-        if self.signal:
-            if processes() > 1 and time.monotonic() < self.when + 5:             # torchrun passes on a Ctrl-C that all have had
-                return
-            raise KeyboardInterrupt(number)
-        self.signal, self.when = number, time.monotonic()
-        with suppress(OSError):                               # the same Ctrl-C may have ended `| tee`
-            os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")  # print is not safe in here
-
-
 # ---- training
 
 class Muon(torch.optim.Muon):
@@ -641,6 +415,23 @@ def one_pass(model, x, y, dtype, passes=1):
         loss = model.loss(x, y) / passes
     loss.backward()
     return loss.detach()
+
+
+def compile_model(model, x, y, dtype):
+    """Compile and try it on one batch; where that fails say so once and go on without."""
+    began = time.perf_counter()
+    torch.compiler.set_stance("default")
+    model.compile_memory()
+    with torch.random.fork_rng([x.get_device()] if x.is_cuda else []):     # the trial draws no random number of the run
+        try:
+            one_pass(model, x, y, dtype)
+            say(f"compiled in {time.perf_counter() - began:.0f} s")
+        except Exception as fault:
+            if not of_compiler(fault):
+                raise
+            torch.compiler.set_stance("force_eager")
+            print(f"warning: torch.compile failed, going on without it: {first_line(fault)}", file=sys.stderr)
+    model.zero_grad()
 
 
 class Recorded:
@@ -959,6 +750,20 @@ def warn(given, config, seq_len, unused=()):
             f"{seq_len}; lower --muon-every")
 
 
+def join(device, tc):
+    """Make this process one of several -> its device. They compute the same steps, each from its share of the passes (train_step)."""
+    if device.type == "mps":
+        raise UserError("several processes on mps cannot exchange gradients; use one, or --device cpu")
+    if tc.grad_accum % processes() or tc.minutes:
+        raise UserError(f"{processes()} processes need a --grad-accum that they can share, not {tc.grad_accum}, and no --minutes, "
+                        f"for their clocks differ; add --grad-accum {processes()} --minutes 0")
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
 def device_of_run(tc, config):
     """The device, of this process if there are several. UserError where it cannot do what was asked for."""
     device = pick_device(tc.device)
@@ -1030,46 +835,6 @@ def main(argv=None):
     tune_cpu()
     return exit_code(lambda: launch(given), "stopped at once; checkpoints that were saved are intact",
                      "add --remat, or lower --batch-size (and raise --grad-accum), --seq-len, --chunk or the size of the network")
-
-
-def exit_code(task, stopped="stopped", more_memory="take less at a time"):
-    """task() -> its exit code; for what a user can be told in one line, that line on stderr. Also for bench.py, eval.py and sample.py."""
-    # where stdin, stdout or stderr are closed, the next file would take their number, and what is said would end in it
-    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(spare)
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")              # a sample may hold letters that the terminal has not
-    UNSAID.clear()
-    try:
-        code = task() or 0
-        if not UNSAID:
-            return code
-        code, message = code or 1, f"stdout took no more of what was said ({first_line(UNSAID[0])}); files that were saved are intact"
-    except BrokenPipeError:                                   # `| head` has seen enough; no second flush at exit
-        nobody_reads()
-        return 0
-    except UserError as fault:
-        code, message = 2, fault
-    except (Halt, OSError) as fault:
-        code, message = 1, fault
-    except KeyboardInterrupt as fault:
-        code, message = 128 + (fault.args or (signal.SIGINT,))[0], stopped
-    except (MemoryError, RuntimeError) as fault:
-        if out_of_memory(fault):
-            message = f"out of memory; {more_memory}"
-        elif processes() > 1 and (isinstance(fault, dist.DistError) or "Connection " in str(fault)):
-            message = "another process has ended; what it said tells why"
-        else:
-            raise
-        code = 1
-    print(f"error: {message}", file=sys.stderr)
-    try:
-        print(end="", flush=True)                             # what stdout did not take, it would not take at exit either
-    except OSError:
-        nobody_reads()
-    return code
-
 
 if __name__ == "__main__":
     sys.exit(main())
