@@ -6516,6 +6516,15 @@ def test_a_rule_begins_as_titans():
 
 # ---- python test_all.py --mutants: every test that is named here has been seen to fail
 
+def test_every_mutant_can_be_tried():
+    """One whose text or test has been renamed: `--mutants` ends before the first, or a fault goes untried."""
+    sources = {path.name: path.read_text() for path in [*HERE.glob("*.py"), HERE / "README.md"]}
+    for name, file, text, _, test, *second in MUTANTS:
+        assert sources[file].count(text) == 1 and (not second or sources[file].count(second[0]) == 1), name
+        assert test.partition("[")[0] in globals(), name
+    assert len(MUTANTS) == int(re.search(r"in (\d+) ways, one at a time", re.sub(r"\s+", " ", README))[1])
+
+
 # name, file, text (it must occur exactly once), what it becomes, the test that notices; then perhaps a second text and what it becomes
 MUTANTS = [
     ("a layer in float16 fails inside", "models.py", "dtype in (torch.bfloat16, torch.float16):\n            raise ValueError(f\"a memory",
@@ -7389,7 +7398,7 @@ MUTANTS = [
     ("before it records a run draws dropout", "train.py", "torch.cuda.stream(stream), torch.random.fork_rng([x.get_device()] if x.is_cuda else [])",
      "torch.cuda.stream(stream)", "test_recorded_steps_are_the_same[atlas-more0]"),
     ("no memory to record in is no news", "train.py", '                raise cause\n', '                pass\n',
-     "test_what_cannot_be_recorded_is_computed_as_before"),
+     "test_what_cannot_be_recorded_ends_in_a_line"),
     ("--cuda-graph ignored", "train.py", "grad_accum) if tc.cuda_graph else None", "grad_accum) if False else None", "test_a_recorded_run_is_the_same"),
     ("--cuda-graph without a GPU", "train.py", 'device.type != "cuda" or tc.remat and config.dropout', "tc.remat and config.dropout",
      "test_cuda_graph_is_asked_for_by_a_flag"),
