@@ -5011,10 +5011,11 @@ def test_matmul_is_what_torch_multiplies_with(text, tmp_path, capsys, monkeypatc
     assert torch.get_float32_matmul_precision() == "medium" and '"matmul": "medium"' in capsys.readouterr().out
 
 
-AMD, INTEL = dict(avx512_f=True, sse4a=True), dict(avx512_f=True)
+AMD, AVX2, INTEL = dict(avx512_f=True, sse4a=True), dict(sse4a=True), dict(avx512_f=True)
 
 
-@pytest.mark.parametrize("can, exact, best", [(AMD, True, "medium"), (AMD, False, "highest"), (INTEL, True, "highest"), ({}, True, "highest")])
+@pytest.mark.parametrize("can, exact, best", [(AMD, True, "medium"), (AMD, False, "highest"), (AVX2, True, "highest"), (INTEL, True, "highest"),
+                                              ({}, True, "highest")])
 def test_matmul_by_itself(can, exact, best, monkeypatch):
     """Products that are not float32's, where nobody asked for them; on an AMD core, half of its speed; single tokens by oneDNN."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can, raising=False)
@@ -5283,6 +5284,7 @@ def test_prompts(trained, tmp_path, capsys, monkeypatch):
     assert "none'" in refused(capsys, sample.main, "--ckpt", trained, "--prompt-file", tmp_path / "none")
     assert "prompt '': " in refused(capsys, sample.main, "--ckpt", trained, "--prompt-file", "")
     assert "--flag=-VALUE" in refused(capsys, sample.main, "--ckpt", trained, "--prompt", "-that")
+    assert "--flag=-VALUE" not in refused(capsys, sample.main, "--ckpt", trained, "--widnow", "3")
     assert speak(capsys, trained) and len(speak(capsys, trained, "--tokens", 0)) == 1
 
 
@@ -6464,6 +6466,7 @@ def test_numbers_of_the_command_line_end_below_2_to_the_31():
     assert machine.at_least(int, 0)(str(2**31 - 1)) == 2**31 - 1
     with pytest.raises(argparse.ArgumentTypeError):
         machine.at_least(int, 0)(str(2**31))
+    assert machine.at_least(int, 0).__name__ == "int"         # argparse says: invalid int value
 
 
 def test_a_folder_without_a_checkpoint_is_told_apart(tmp_path):
@@ -7630,6 +7633,11 @@ MUTANTS = [
     ("rubbish collected within the rounds", "bench.py", "    gc.collect() ", "    pass ", "test_rubbish_is_collected_before_the_rounds"),
     ("the fast rule beside both definitions as one contestant", "bench.py", 'f"omega, T {T}": fast', '"omega, fast": fast',
      "test_bench_prints_tables_and_json"),
+    ("medium on an AMD core with AVX2 alone", "machine.py", 'cpu.get("avx512_f") and cpu.get("sse4a")', 'cpu.get("sse4a")',
+     "test_matmul_by_itself[can2-True-highest]"),
+    ("invalid convert value", "machine.py", "    convert.__name__ = kind.__name__ ", "    pass  #", "test_numbers_of_the_command_line_end_below_2_to_the_31"),
+    ("every mistake is of a value that begins with -", "machine.py", 'if message.endswith("expected one argument"):', "if True:",
+     "test_prompts"),
 ]
 
 
