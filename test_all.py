@@ -4846,7 +4846,7 @@ def test_another_process_has_ended(fault, monkeypatch, capsys):
     assert machine.exit_code(wait) == 1 and "another process has ended" in capsys.readouterr().err
 
 
-def test_closed_streams_are_no_files(tmp_path):
+def test_closed_streams_are_no_files(tmp_path, monkeypatch):
     """`train.py <&- >&- 2>&-`: the log would be number 2, and a message on stderr end in it."""
     kept, got = os.dup(0), []
 
@@ -4859,6 +4859,10 @@ def test_closed_streams_are_no_files(tmp_path):
     finally:
         os.dup2(kept, 0)
         os.close(kept)
+    numbers, closed = iter([2, 5]), []                        # stderr alone
+    monkeypatch.setattr(os, "open", lambda *_: next(numbers))
+    monkeypatch.setattr(os, "close", closed.append)
+    assert machine.exit_code(lambda: 0) == 0 and closed == [5]
 
 
 def test_a_model_that_has_diverged(text, tmp_path, capsys):
@@ -7638,6 +7642,7 @@ MUTANTS = [
     ("invalid convert value", "machine.py", "    convert.__name__ = kind.__name__ ", "    pass  #", "test_numbers_of_the_command_line_end_below_2_to_the_31"),
     ("every mistake is of a value that begins with -", "machine.py", 'if message.endswith("expected one argument"):', "if True:",
      "test_prompts"),
+    ("number 2 is left free", "machine.py", "os.open(os.devnull, os.O_RDWR)) <= 2", "os.open(os.devnull, os.O_RDWR)) < 2", "test_closed_streams_are_no_files"),
 ]
 
 
