@@ -644,6 +644,7 @@ def parse(argv=None):
 
 
 def write_files(args):
+    """make_token_files of the flags. Halt where the disk refuses."""
     try:
         make_token_files(args.data, args.tokenizer, args.out)
     except OSError as fault:

@@ -81,6 +81,7 @@ def nobody_reads():
 
 
 def first_line(fault):
+    """What an exception says first, or its name if it says nothing."""
     return (str(fault).strip() or type(fault).__name__).splitlines()[0]
 
 
@@ -142,6 +143,7 @@ def rank():
 
 
 def processes():
+    """How many torchrun has started; 1 without it."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
 
@@ -184,6 +186,7 @@ MATMUL = "auto", "highest", "high", "medium"
 
 
 def pick_device(name):
+    """The torch.device of a --device; auto: cuda, else cpu. UserError where torch finds none such."""
     there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
     if name == "auto":
         name = "cuda" if there["cuda"] else "cpu"
@@ -201,6 +204,7 @@ def native_bfloat16(device):
 
 
 def pick_dtype(name, device):
+    """The torch.dtype of a --dtype; auto: bfloat16 where the device has it (native_bfloat16), else float32."""
     if name == "auto":
         name = "bfloat16" if native_bfloat16(device) else "float32"
     return getattr(torch, name)
@@ -224,6 +228,7 @@ def set_matmul(name, device, dtype):
 
 
 def amd_with_avx512():
+    """Is this an AMD core with AVX-512?"""
     cpu = cpu_capabilities()
     return cpu.get("avx512_f") and cpu.get("sse4a")           # SSE4a was never in a core of Intel's
 
@@ -233,6 +238,7 @@ def cpu_capabilities():
 
 
 def autocast(device, dtype):
+    """Within, products outside of the memory are in bfloat16, if that is the dtype."""
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
@@ -258,7 +264,7 @@ def tune_cpu():
 
 
 def set_threads(n):
-    """torch.set_num_threads, where n is not 0."""
+    """torch.set_num_threads, where n is not 0. UserError above 1024."""
     if n > 1024:
         raise UserError(f"--threads {n}: at most 1024; more threads than cores are slower anyway")
     if n:
