@@ -189,11 +189,10 @@ def carry(to, C, ends, across):
 
 def ball_factors(rule, W, tall, count):
     """What `Rule.bound` multiplies W by, which may be `count` matrices side by side."""
-    parts = turn(W, tall).chunk(count, -1)
-    factors = [rule.ball / torch.linalg.vector_norm(w, dim=(-2, -1), keepdim=True).clamp_min(rule.ball) for w in parts]
-    if count == 1:
-        return factors[0]
-    return turn(torch.cat([f.expand(-1, 1, w.shape[-1]) for f, w in zip(factors, parts)], -1), tall)
+    if count > 1:
+        parts = [(w, ball_factors(rule, w, False, 1)) for w in turn(W, tall).chunk(count, -1)]
+        return turn(torch.cat([f.expand(-1, 1, w.shape[-1]) for w, f in parts], -1), tall)
+    return torch.linalg.vector_norm(W, dim=(-2, -1), keepdim=True).reciprocal_().mul_(rule.ball).clamp_max_(1)
 
 
 def nth_or_none(group, i):
