@@ -7,12 +7,16 @@
     python eval.py --ckpt out --no-write            the same where the memory stays as it begins: what is it worth?
     python eval.py --task mqar --model atlas        train a small model to recall four pairs that it saw once
     python eval.py --task mqar --model titans --window 4 --pairs 2 4     any preset, nearly any field of models.Config
+    python eval.py --task online                    what a window, momentum and Newton-Schulz do for pairs that are read once: the
+                                                    rule by itself, nothing is trained
+    python eval.py --task online --memory mlp --features monomial --chunk 8     of another memory
 
 Loss by position tells whether more context helps: attention gets nothing from beyond its windows, one a layer, a memory
 only what it still holds. Multi-query associative recall (data.mqar draws it) asks for the values of keys that were
 shown once.
 """
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -23,7 +27,9 @@ import torch.nn.functional as F
 
 import data
 import machine
+import memory
 import models
+import omega
 import train
 from machine import UserError, at_least, say
 
@@ -190,19 +196,79 @@ def mqar_task(args, device):
     say(f"done: {args.model}, mean accuracy {mean:.3f} after {args.steps} steps, {time.perf_counter() - began:.0f} s")
 
 
+# ---- the rule by itself
+
+# the memory of --task online, where no flag says otherwise, and what may be another: nothing of what a network makes of tokens is there
+PLAIN = dict(n_head=1, head_dim=32, memory="linear", features="none", chunk=1, muon_every=1, max_norm=0.0)
+OF_RULE = {"head_dim", "memory", "expansion", "memory_norm", "chunk", "muon_every", "ns_steps", "ns_coefficients", "features", "degree", "sketch_dim"}
+STEPS = torch.logspace(-3, 1.5, 25)             # constant inner steps that are tried
+MOMENTUM = 0.9
+
+
+def unit_keys(kind, batch, n, dim, generator):
+    """n keys of unit length, (batch, 1, n, dim): `independent`, or `correlated`, with a coordinate i that is 1 / i as large before."""
+    x = torch.randn(batch, 1, n, dim, generator=generator)
+    return F.normalize(x / torch.arange(1, dim + 1) if kind == "correlated" else x, dim=-1)
+
+
+@torch.no_grad()
+def one_pass(layer, rule, momentum, k, v):
+    """Pairs k, v (B, 1, T, D) are read once by the rule, which forgets nothing and weighs all tokens of a window alike
+
+    -> for each of STEPS the mean over all pairs of |M(k) - v|^2 / |v|^2, with the memory M after the last one.
+    """
+    B, (k, v) = len(k), (a.repeat(len(STEPS), 1, 1, 1) for a in (k, v))
+    one = torch.ones(k.shape[:3], device=k.device)
+    step = STEPS.to(one).repeat_interleave(B)[:, None, None] * one
+    gate = (one / rule.window)[..., None].expand(*one.shape, rule.window)
+    gates = omega.Gates(one, step, MOMENTUM * one if momentum else None, gate)
+    state = omega.start(rule, layer.phi, list(layer.M0), len(k), momentum)
+    _, state = omega.omega(rule, layer.phi, k, k, v, gates, state)
+    y = memory.apply(rule.memory, omega.total(state), layer.phi(k), k, rule.norm)
+    return ((y - v).square().sum(-1) / v.square().sum(-1)).view(len(STEPS), -1).mean(1)
+
+
+def online_task(args, device):
+    """Says the error of one pass with the best of STEPS, for independent and correlated keys, and each of args.pairs."""
+    torch.manual_seed(args.seed)
+    try:
+        layer = models.Memory(models.configure("atlas", **{**PLAIN, **args.config})).to(device)
+    except ValueError as fault:
+        raise UserError(str(fault)) from None
+    config, rule = layer.config, layer.config.rule()
+    say(f"memory {config.memory}, heads of {config.head_dim}, features {config.features}, chunk {config.chunk}: mean |M(k) - v|^2 / |v|^2 of "
+        f"{args.batch_size} x N pairs\nthat were read once, with the best of {len(STEPS)} inner steps")
+    kinds, cells = ("independent", "correlated"), []
+    for kind in kinds:
+        for n in args.pairs:
+            draws = torch.Generator().manual_seed(args.seed)
+            k = unit_keys(kind, args.batch_size, n, config.head_dim, draws)
+            v = F.normalize(torch.randn(k.shape, generator=draws), dim=-1)
+            cells.append((k.to(device), v.to(device)))
+    say("\n" + " " * 38 + "".join(f"{kind + ' keys, N':>{7 * len(args.pairs)}}" for kind in kinds))
+    say(f"{'window  momentum  Newton-Schulz':38}" + "".join(f"{n:7d}" for n in args.pairs) * len(kinds))
+    for muon, momentum, window in itertools.product((False, True), (False, True), (1, 8, 16)):
+        one = rule._replace(window=window, muon_every=rule.muon_every if muon else 0)
+        best = [one_pass(layer, one, momentum, k, v).nan_to_num(math.inf).min().item() for k, v in cells]
+        say(f"{window:6d}  {MOMENTUM if momentum else '-':>8}  {'yes' if muon else '-':>13}" + " " * 7 + "".join(f"{e:7.2f}" for e in best))
+
+
 # ---- main
 
-TEXT = "ckpt", "data", "length", "windows", "stream", "no_write"
-MQAR = "model", "pairs", "vocab", "seq_len", "steps", "lr", "optimizer", "seed"
+FLAGS = dict(
+    text={"ckpt", "data", "length", "windows", "stream", "no_write"},
+    mqar={"model", "pairs", "vocab", "seq_len", "steps", "lr", "optimizer", "seed"},
+    online={"pairs", "seed"})
 
 
 def parse(argv=None):
     parser = machine.Parser(prog="eval.py", description=__doc__)
     add = parser.add_argument
-    add("--task", default="text", choices=("text", "mqar"), help="text: losses of a checkpoint; mqar: train a small model to recall pairs [text]")
+    add("--task", default="text", choices=tuple(FLAGS), help="text: losses of a checkpoint; mqar: train a small model to recall pairs; online: the "
+        "rule by itself [text]")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
     add("--threads", type=at_least(int, 0), default=0, metavar="N", help="CPU threads; 0: torch decides [0]")
-    add("--batch-size", type=at_least(int, 1), metavar="N", help="sequences at a time [8; of mqar 32]")
+    add("--batch-size", type=at_least(int, 1), metavar="N", help="sequences at a time, of online draws of pairs [8; of mqar and online 32]")
     add = parser.add_argument_group("--task text").add_argument
     add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
     add("--data", help="another text than the one it was trained on; its last tenth counts")
@@ -212,34 +278,40 @@ def parse(argv=None):
     add("--no-write", action="store_true", default=False, help="all inner steps 0: what does the memory bring?")
     add = parser.add_argument_group("--task mqar").add_argument
     add("--model", default="atlas", choices=tuple(models.PRESETS), help="[atlas]")
-    add("--pairs", type=at_least(int, 1), nargs="+", default=[4], metavar="N", help="numbers of pairs [4]")
+    add("--pairs", type=at_least(int, 1), nargs="+", metavar="N", help="numbers of pairs; also of online [4; of online 8 16 32]")
     add("--vocab", type=at_least(int, 4), default=16, metavar="N", help="tokens: one that fills, vocab / 2 - 1 keys, vocab / 2 values [16]")
     add("--seq-len", type=int, default=24, metavar="N", help="tokens a sequence [24]")
     add("--steps", type=at_least(int, 1), default=300, metavar="N", help="training steps [300]")
     add("--lr", type=float, default=1e-2, metavar="X", help="peak learning rate of AdamW [0.01]")
     add("--optimizer", default="muon", choices=("adamw", "muon"), help="outer, as in train.py [muon]")
-    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="of weights and sequences [1337]")
+    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="of weights and sequences; also of online [1337]")
     defaults = vars(parser.parse_args([]))
-    network = parser.add_argument_group("--task mqar: the network", "In [] is what atlas has here.")
+    network = parser.add_argument_group("--task mqar: the network", "In [] is what atlas has here. --task online takes those of the memory, its "
+                                        "features, its chunks and Newton-Schulz.")
     train.add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
     given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults))))         # None: not given
     given = {name: value for name, value in given.items() if value is not None}
     args = argparse.Namespace(**{**defaults, **given}, config={name: value for name, value in given.items() if name not in defaults})
-    for name in MQAR if args.task == "text" else TEXT:
-        if name in given:
+    for name in given:
+        if name not in FLAGS[args.task] and name in set().union(*FLAGS.values()):
             parser.error(f"{train.flag(name)} is not for --task {args.task}")
-    if args.batch_size is None:
-        args.batch_size = 32 if args.task == "mqar" else 8
-    if args.task == "text" and args.config:
-        name, value = next(iter(args.config.items()))
-        parser.error(f"{train.flag('no_' * (value is False) + name)} is for --task mqar; a checkpoint brings its own network")
+    args.batch_size = args.batch_size or (8 if args.task == "text" else 32)
+    args.pairs = args.pairs or ([8, 16, 32] if args.task == "online" else [4])
+    for name, value in args.config.items():
+        word = train.flag("no_" * (value is False) + name)
+        if args.task == "text":
+            parser.error(f"{word} is for --task mqar; a checkpoint brings its own network")
+        if args.task == "online" and name not in OF_RULE:
+            parser.error(f"{word} is not for --task online, which has no network, and goes through windows, momentum and Newton-Schulz by itself")
+        if args.task == "online" and value == "exp":
+            parser.error("--features exp is not for --task online: it has no finite weights for Newton-Schulz")
     return args
 
 
 def main(argv=None):
     args = parse(argv)
     machine.tune_cpu()
-    less = "--length, or take --stream 0" if args.task == "text" else "--vocab, --seq-len or the size of the network"
+    less = dict(text="--length, or take --stream 0", mqar="--vocab, --seq-len or the size of the network", online="--pairs")[args.task]
     return machine.exit_code(lambda: run(args), more_memory=f"lower --batch-size or {less}")
 
 
@@ -247,7 +319,7 @@ def run(args):
     machine.set_threads(args.threads)
     device = machine.pick_device(args.device)
     machine.set_matmul("auto", device, torch.float32)
-    (text_task if args.task == "text" else mqar_task)(args, device)
+    dict(text=text_task, mqar=mqar_task, online=online_task)[args.task](args, device)
 
 
 if __name__ == "__main__":

@@ -6250,6 +6250,72 @@ def test_recall_of_each_number_of_pairs(capsys, monkeypatch):
     assert "mean accuracy 0.333 after 4 steps" in said[3]
 
 
+def passed_by_hand(k, v, step, momentum, window, muon):
+    """|M(k) - v|^2 / |v|^2, in the mean, of a matrix M from 0 on, for one sequence k, v (T, D): the Omega rule, token by token."""
+    W = S = torch.zeros(k.shape[1], v.shape[1])
+    for t in range(len(k)):
+        near = slice(max(0, t - window + 1), t + 1)
+        S = momentum * S + k[near].T @ (k[near] @ W - v[near]) / window
+        W = W - step * (newton_schulz_ref(S) if muon else S)
+    return (k @ W - v).square().sum(-1) / v.square().sum(-1)
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+@pytest.mark.parametrize("window, muon", [(1, False), (3, False), (1, True), (3, True)])
+def test_one_pass_by_hand(window, muon, momentum, monkeypatch):
+    """eval.py --task online: another rule than it says, errors of other pairs, or of a step that is another one's."""
+    monkeypatch.setattr(eval, "STEPS", torch.tensor([0.3, 0.7]))
+    layer = models.Memory(models.configure("atlas", **{**eval.PLAIN, "head_dim": 6}))
+    rule = layer.config.rule()._replace(window=window, muon_every=int(muon))
+    k, v = (F.normalize(torch.randn(2, 1, 5, 6), dim=-1) for _ in range(2))
+    want = [torch.cat([passed_by_hand(a[0], b[0], step, 0.9 * momentum, window, muon) for a, b in zip(k, v)]).mean() for step in (0.3, 0.7)]
+    close(eval.one_pass(layer, rule, momentum, k, v), torch.stack(want), 1e-5)
+    far, = eval.one_pass(layer, rule, momentum, k, 3 * v)[:1]                    # relative to what is to be recalled
+    assert muon or abs(far - want[0]) < 1e-5
+
+
+def test_one_pass_of_orthogonal_keys():
+    """The delta rule with a step of 1 stores as many orthogonal keys as there are dimensions, and no more; and an MLP begins where its M0 is."""
+    layer = models.Memory(models.configure("atlas", **{**eval.PLAIN, "head_dim": 8}))
+    rule, k, v = layer.config.rule()._replace(window=1, muon_every=0), torch.eye(8)[None, None], torch.randn(1, 1, 8, 8)
+    best = eval.one_pass(layer, rule, False, k, v)
+    assert best.argmin() == (eval.STEPS - 1).abs().argmin() and best.min() < 1e-6
+    deep = models.Memory(models.configure("atlas", **{**eval.PLAIN, "head_dim": 8, "memory": "mlp"}))
+    before = memory.apply("mlp", [w[0] for w in deep.M0], k[0, 0], k[0, 0])
+    want = ((before - v[0, 0]).square().sum(-1) / v[0, 0].square().sum(-1)).mean()
+    assert abs(eval.one_pass(deep, deep.config.rule()._replace(window=1, muon_every=0), False, k, v)[0] - want) < 0.02 * want
+
+
+def test_correlated_keys():
+    """Both kinds are of unit length; the correlated ones lie mostly along a few directions, which is what Newton-Schulz is for."""
+    one, other = (eval.unit_keys(kind, 50, 40, 16, torch.Generator().manual_seed(0)).flatten(0, 2) for kind in ("independent", "correlated"))
+    for k in one, other:
+        close(k.norm(dim=-1), torch.ones(2000), 1e-6)
+    assert torch.linalg.cond(one.T @ one) < 2 and 100 < torch.linalg.cond(other.T @ other) < 1000
+
+
+def test_online_table(capsys, monkeypatch):
+    """A row that says another window, momentum or Newton-Schulz than it has; a column of other keys or another number of pairs."""
+    seen, real = [], eval.one_pass
+    monkeypatch.setattr(eval, "one_pass", lambda layer, rule, momentum, k, v: (seen.append(
+        (rule.window, momentum, rule.muon_every, tuple(k.shape), rule.chunk, layer.phi.out_dim)), torch.tensor([math.nan, len(seen) / 100, 9.0]))[1])
+    flags = "--task online --pairs 3 5 --batch-size 2 --head-dim 4 --features monomial --chunk 4 --muon-every 2 --device cpu".split()
+    assert eval.main(flags) == 0
+    said = capsys.readouterr().out
+    assert "features monomial, chunk 4" in said and "of 2 x N pairs" in said
+    rows = [line.split() for line in said.splitlines()[-12:]]
+    assert [row[3:] for row in rows] == [[f"{(4 * i + j) / 100:.2f}" for j in range(1, 5)] for i in range(12)]      # not the NaN
+    for i, (window, momentum, muon, *_) in enumerate(rows):
+        of_row = {(int(window), momentum == "0.9", 2 * (muon == "yes"), (2, 1, n, 4), 4, 15) for n in (3, 5)}
+        assert set(seen[4 * i: 4 * i + 4]) == of_row and seen[4 * i][3] == seen[4 * i + 2][3]
+    monkeypatch.setattr(eval, "one_pass", real)
+    tables = []
+    for seed in "1", "1", "2":
+        assert eval.main([*flags, "--seed", seed]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1] != tables[2]
+
+
 def test_resident_memory_of_any_system(monkeypatch):
     """Linux tells, macOS the maximum, Windows nothing: no reason for a stream to end in a traceback."""
     now = eval.resident()
@@ -6272,6 +6338,8 @@ def test_resident_memory_of_any_system(monkeypatch):
     (["--task", "mqar", "--stream", "5"], "--stream"), (["--task", "mqar", "--batch-size", "0"], "--batch-size"),
     (["--task", "mqar", "--vocab", "-5"], "--vocab:"), (["--task", "mqar", "--seed", str(10**13)], "--seed"), (["--threads", str(10**11)], "--threads"),
     (["--no-muon"], "--no-muon is for"), (["--task", "mqar", "--no-write"], "--no-write"),
+    (["--task", "online", "--window", "3"], "--window is not for --task online"), (["--task", "online", "--steps", "3"], "--steps is not for"),
+    (["--task", "online", "--features", "exp"], "--features exp is not for"), (["--task", "online", "--degree", "3", "--features", "sketch"], "monomial"),
     (["--model", "atlas"], "--model"), (["--task", "mqar", "--ckpt", "out"], "--ckpt")])          # the defaults, but given
 def test_eval_mistakes_are_one_line(argv, names, capsys):
     """A traceback, or a flag that is ignored without a word."""
@@ -7065,7 +7133,7 @@ MUTANTS = [
     ("M0 of the size of its features", "models.py", "std=self.M0[-1].shape[1] ** -0.5",
      "std=self.M0[0].shape[1] ** -0.5", "test_starting_values_of_memories"),
     ("tied embeddings are small", "models.py", "x = x * self.config.n_embd ** 0.5", "x = x / self.config.n_embd ** 0.5", "test_tie_is_one_matrix"),
-    ("--seed of mqar is of the sequences alone", "eval.py", "    torch.manual_seed(args.seed)\n", "",
+    ("--seed of mqar is of the sequences alone", "eval.py", "    torch.manual_seed(args.seed)\n    for n", "    for n",
      "test_seed_of_mqar_reaches_weights_and_sequences"),
     ("a checkpoint without its seconds", "train.py", "            seconds=float, model=dict",
      "            model=dict", "test_a_checkpoint_without_one_of_its_parts_is_refused"),
@@ -7631,6 +7699,21 @@ MUTANTS = [
      "test_every_field_acts_or_is_idle[transformer-more0]"),
     ("no word of flags that do nothing", "train.py", "    warn(given, model.config, tc.seq_len,", "    (given, model.config, tc.seq_len,", "test_flags_that_do_nothing_are_named"),
     ("nor in eval.py", "eval.py", "    train.warn(args.config, model.config, args.seq_len)\n", "", "test_flags_that_do_nothing_are_named"),
+    ("one pass: the window's weights sum to its length", "eval.py", "(one / rule.window)", "(one / 1)", "test_one_pass_by_hand[3-False-False]"),
+    ("one pass: another momentum", "eval.py", "MOMENTUM * one if momentum", "0.8 * one if momentum", "test_one_pass_by_hand[1-False-True]"),
+    ("one pass: steps and sequences mixed up", "eval.py", "repeat_interleave(B)", "repeat(B)", "test_one_pass_by_hand[1-False-False]"),
+    ("one pass: an error that grows with what is recalled", "eval.py", " / v.square().sum(-1))", ")", "test_one_pass_by_hand[1-False-False]"),
+    ("one pass: phi of the keys is read, not written", "eval.py", "omega.omega(rule, layer.phi, k, k, v", "omega.omega(rule, layer.phi, k, v, v",
+     "test_one_pass_by_hand[1-False-False]"),
+    ("one pass from zero", "eval.py", "layer.phi, list(layer.M0), len(k)", "layer.phi, [0 * w for w in layer.M0], len(k)", "test_one_pass_of_orthogonal_keys"),
+    ("one pass: correlated keys are independent", "eval.py", 'if kind == "correlated"', "if False", "test_correlated_keys"),
+    ("one pass: what is not finite is best", "eval.py", ".nan_to_num(math.inf).min()", ".min()", "test_online_table"),
+    ("one pass: Newton-Schulz for every token", "eval.py", "muon_every=rule.muon_every if muon", "muon_every=1 if muon", "test_online_table"),
+    ("one pass: a row says another window", "eval.py", 'say(f"{window:6d}', 'say(f"{8:6d}', "test_online_table"),
+    ("one pass: a row says another momentum", "eval.py", "MOMENTUM if momentum else '-'", "MOMENTUM if muon else '-'", "test_online_table"),
+    ("one pass: the same pairs for every seed", "eval.py", "draws = torch.Generator().manual_seed(args.seed)", "draws = torch.Generator().manual_seed(0)",
+     "test_online_table"),
+    ("one pass: flags of the network are taken", "eval.py", "name not in OF_RULE", "False", "test_eval_mistakes_are_one_line"),
     ("recall is trained at one rate", "eval.py", "train.lr_scale(step, tc))", "1.0)", "test_mqar_is_trained_as_it_says"),
     ("memory may grow by half", "eval.py", "any(by > 0.05", "any(by > 0.5", "test_stream_tells_growth_and_nan"),
     ("models of any size beside each other", "bench.py", "{name: widen(config, target) for", "{name: config for", "test_bench_prints_tables_and_json"),
