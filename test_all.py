@@ -65,6 +65,14 @@ from poly import FEATURES, Degree2, Features, features_dim
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def rubbish_is_collected_seldom():
+    """By itself Python walks over all that torch, pytest and this file have made, again and again: 7 seconds."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+
+
 @pytest.fixture(autouse=True)
 def same_numbers_every_time():
     torch.manual_seed(0)
@@ -2066,6 +2074,10 @@ def test_what_stands_before_every_sequence_is_as_loud_as_a_token():
     assert wiring.persistent.std().item() == pytest.approx(1, rel=0.1)
 
 
+# graphs go by autograd for compiled ones, as to inductor, but it does not ask what is best done again in backward, which takes a third of the time
+AOT = "aot_eager_default_partitioner"
+
+
 def plain_again(monkeypatch):
     """Undo compile_chunks after the test."""
     for module, name in (*omega_module.COMPILED, (chunks.Chunks, "compiled")):
@@ -2081,11 +2093,13 @@ def test_chunk_steps_compile_whole(preset, graphs, dtype, monkeypatch):
     Limits of torch._dynamo belong to a thread, and on CUDA gradients have one of their own: there the ninth shape would be eager.
     """
     plain_again(monkeypatch)
-    made, backend = [], torch._dynamo.lookup_backend("aot_eager" if dtype == "float32" else "eager")
+    made, backend = [], torch._dynamo.lookup_backend(AOT if dtype == "float32" else "eager")
     if preset == "atlas":                                     # what is done with all tokens at once is the same for both
         monkeypatch.setattr(omega_module, "COMPILED", [part for part in omega_module.COMPILED if part[0] is chunks or part[1] == "mixing"])
-    model, x, limits, empty = shaken(small(preset, n_layer=1, momentum=True, ns_steps=2, memory_dtype=dtype)), torch.randint(11, (2, 12)), [], chunks.empty_like
-    if dtype == "bfloat16":                                   # beside fast weights in float32
+    low = dict(memory="linear") if dtype == "bfloat16" else {}                 # one matrix: each of several has the same casts
+    model, x = shaken(small(preset, n_layer=1, momentum=True, ns_steps=2, memory_dtype=dtype, **low)), torch.randint(11, (2, 12))
+    limits, empty = [], chunks.empty_like
+    if low:                                                   # beside fast weights in float32
         model.float()
     gradient = lambda loss: torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     plain = gradient(model(x)[0].square().mean())
@@ -2113,7 +2127,7 @@ def test_chunk_of_few_pairs_compiles_whole(monkeypatch):
     """One graph for the first chunk, whose W is zero and has no gradient, and one for all others; and the same numbers."""
     plain_again(monkeypatch)
     monkeypatch.setattr(omega_module, "COMPILED", [(omega_module, "pairs_chunk")])
-    made, backend = [], torch._dynamo.lookup_backend("aot_eager")
+    made, backend = [], torch._dynamo.lookup_backend(AOT)
     model, x = shaken(small("atlas", n_layer=1, momentum=False, muon_every=1, ns_steps=2)), torch.randint(11, (2, 12))
     eager = forth_and_back(model, x)
     omega_module.compile_chunks(backend=lambda *graph: made.append(graph) or backend(*graph), fullgraph=True)
@@ -2129,7 +2143,7 @@ def test_compiled_gates_have_no_gradient_in_half_precision(monkeypatch):
     monkeypatch.setattr(omega_module, "recur", recur_by_product)
     model, x = small("titans", n_layer=1, memory_dtype="bfloat16"), torch.randint(11, (2, 12))
     eager = forth_and_back(model, x)
-    omega_module.compile_chunks(backend="aot_eager")
+    omega_module.compile_chunks(backend=AOT)
     for a, b in zip(forth_and_back(model, x), eager, strict=True):
         close(a, b, 1e-7)
 
@@ -2178,7 +2192,7 @@ def test_what_compiles_only_in_parts_is_still_right(monkeypatch):
     monkeypatch.setattr(omega_module, "COMPILED", [(omega_module, "features")])
     model, x = shaken(small("omeganet", n_layer=1, degree=3, head_dim=4)), torch.randint(11, (2, 8))
     eager = forth_and_back(model, x)
-    omega_module.compile_chunks(backend="aot_eager")
+    omega_module.compile_chunks(backend=AOT)
     for a, b in zip(forth_and_back(model, x), eager, strict=True):
         close(a, b)
 
