@@ -821,18 +821,18 @@ def test_omega_chunk_leaves_only_parts_of_chunks_to_omega_ref(T, earlier, by_ref
     assert seen == by_ref
 
 
-STRETCHES = {"titans": [5], "omeganet": [2, 5], "gated": [2], "linear, cubic features": [2], "lp": [5], "from rest": [2, 5],
-             "from rest, no momentum": [1, 2], "norm in the memory": [2], "momentum, mid-chunk": [5], "atlas, from rest": [2, 5],
+STRETCHES = {"titans": [3], "omeganet": [2, 3], "gated": [2], "linear, cubic features": [2], "lp": [3], "from rest": [2, 3],
+             "from rest, no momentum": [1, 2], "norm in the memory": [2], "momentum, mid-chunk": [3], "atlas, from rest": [2, 3],
              "atlas, block = chunk": [1], "atlas, mid-block": [2], "atlas, no momentum, long": [2]}
 
 
 @pytest.mark.parametrize("name, size", [(name, size) for name, sizes in STRETCHES.items() for size in sizes])
 def test_chunks_read_together(name, size, monkeypatch):
-    """Chunks of a long run are read one at a time, in pairs with one left over, in fives and twos; without a gradient, in the room of one
+    """Chunks of a long run are read one at a time, in pairs with one left over, in threes and twos; without a gradient, in the room of one
     stretch; with a gradient, and a state at the end that nobody uses."""
     *case, T, earlier, features = EQUAL[name]
     chunk, muon_every = case[3], case[5]
-    T = (4 if muon_every else 7) * chunk + T % chunk          # Newton-Schulz makes more of rounding errors with every chunk
+    T = (4 if muon_every else 5) * chunk + T % chunk          # Newton-Schulz makes more of rounding errors with every chunk
     cut = chunks.stretches
 
     def so_many(parts, weights, alone):
@@ -1375,7 +1375,7 @@ def test_every_parameter_learns(preset, more):
 
     Dead gates, a detached M0 and an inner update under no_grad are the commonest fault of the ports.
     """
-    model, x = small(preset, **more), torch.randint(11, (2, 14))
+    model, x = small(preset, **more), torch.randint(11, (2, 10))
     model.loss(x[:, :-1], x[:, 1:]).backward()
     dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
     before = [p.detach().clone() for p in model.parameters()]
@@ -1453,7 +1453,7 @@ def test_nothing_but_speed_hangs_on_a_private_name(preset, monkeypatch):
 @pytest.mark.parametrize("preset", ["atlas", "omeganet", "transformer"])
 def test_remat_is_bit_equal_in_less_memory(preset):
     """A block computed again with another dropout, or kept all the same."""
-    model, x = small(preset, n_layer=6, dropout=0.3), torch.randint(11, (2, 17))
+    model, x = small(preset, n_layer=4, dropout=0.3), torch.randint(11, (2, 17))
     grads, peaks = [], []
     for model.remat in (False, True):
         def run():
@@ -1797,9 +1797,9 @@ def test_detach_of_weights_that_are_no_parameters():
                                           ("atlas", dict(wiring="mac")), ("titans", dict(wiring="mag", tie=True))])
 def test_models_that_begin_on_the_meta_device(preset, more):
     """As torch does with large models: what neither a checkpoint nor init fills, the tables of monomials, is what memory happens to hold."""
-    want, x = small(preset, **more).double(), torch.randint(11, (2, 9))
+    want, x = small(preset, n_layer=1, **more).double(), torch.randint(11, (2, 9))
     with torch.device("meta"):
-        empty = [small(preset, **more).double() for _ in range(3)]
+        empty = [small(preset, n_layer=1, **more).double() for _ in range(3)]
     loaded, assigned, begun = (empty[0].to_empty(device="cpu"), empty[1], empty[2].to_empty(device="cpu"))
     loaded.load_state_dict(want.state_dict())
     assigned.load_state_dict(want.state_dict(), assign=True)
@@ -2436,7 +2436,7 @@ def test_every_field_acts_or_is_idle(preset, more):
         model = models.LM(config)
         for p in model.parameters():                          # where M0 is zero, some settings have nothing to act on
             p.data += 0.3 * torch.randn(p.shape)
-        x = torch.arange(24)[None] % 11
+        x = torch.arange(14)[None] % 11                       # three chunks of 4 and a token
         loss = model.loss(x[:, :-1], x[:, 1:])
         loss.backward()
         return [loss.detach(), *(p.grad for p in model.parameters())]
@@ -2610,7 +2610,7 @@ def test_projections_may_be_wrapped(preset):
 def test_export():
     """As the README says: of a shape, without gradients."""
     layer = models.Memory(models.configure("omeganet", n_embd=8, n_head=2, head_dim=4, chunk=4)).requires_grad_(False)
-    x, y = torch.randn(2, 2, 11, 8)
+    x, y = torch.randn(2, 2, 6, 8)
     close(torch.export.export(layer, (x,)).module()(y)[0], layer(y)[0], 1e-5)
 
 
@@ -2812,20 +2812,20 @@ WIRED = re.compile("(atlas|titans|dot|no memory)-(mag|mal|mac)")
 
 @pytest.mark.parametrize("preset, more", [m for name, m in MODELS.items() if name in models.PRESETS or WIRED.fullmatch(name)])
 def test_every_model_trains(preset, more):
-    """30 steps on text: no NaN, and a loss that falls, for every preset, and every wiring of four."""
+    """18 steps on text: no NaN, and a loss that falls, for every preset, and every wiring of four."""
     window = {"attn_window": 8} if models.PRESETS[preset].get("attn_window") != 0 else {}
     model = small(preset, **{**more, **window, "n_layer": 1, "vocab_size": 128, "chunk": 8, "muon_every": 8})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, fused=True)
     T = 6 if "wiring" in more else 16                         # two chunks, or one, with the persistent tokens: wirings are slow
     ids, losses = torch.tensor(list(b"the quick brown fox jumps over the lazy dog, and then again: " * 9)), []
-    for step in range(30):
+    for step in range(18):
         x = torch.stack([ids[i: i + T + 1] for i in torch.randint(len(ids) - T - 1, (2,)).tolist()])
         loss = model.loss(x[:, :-1], x[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert all(map(math.isfinite, losses)) and sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert all(map(math.isfinite, losses)) and sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -4181,7 +4181,7 @@ def test_recorded_steps_are_the_same(preset, more, monkeypatch):
     monkeypatch.setattr(models, "checkpoint", lambda *args, **how: kept.append(how.get("preserve_rng_state", True)) or checkpoint(*args, **how))
     for record in (False, True):
         torch.manual_seed(0)
-        model = small(preset, dropout=more.get("dropout", 0.0)).train()
+        model = small(preset, n_layer=1, dropout=more.get("dropout", 0.0)).train()
         model.remat = more.get("remat", False)
         if record:
             tapes_for_graphs(monkeypatch)
@@ -5391,9 +5391,9 @@ def test_scripts_from_another_folder_to_an_ascii_pipe(text, trained, tmp_path, m
 
 # a bench that measures nothing, when it is told to
 WAITING_BENCH = """
-import contextlib, sys, torch, bench
+import contextlib, select, sys, torch, bench
 def rule(kit):
-    sys.stdin.read()
+    select.select([sys.stdin], [], [], 20)                    # 20 s, if who would tell it waits for a line that is held back
     kit.keep("rule", "a", dict(median_s=1.0, spread_s=0.0), 5)
 bench.PARTS = dict(rule=(rule, 1))
 torch.compiler.set_stance = contextlib.nullcontext            # for which torch would import its compiler, for a second
