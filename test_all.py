@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 import weakref
@@ -34,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
-from itertools import count, product
+from itertools import count, product, zip_longest
 from pathlib import Path
 from pydoc_data import topics
 
@@ -1364,9 +1365,8 @@ def test_rows_are_independent(preset, more):
     """One sequence's memory must not reach another's: row alone == row in the batch, and a permuted batch is permuted."""
     model, x = shaken(small(preset, **more)), torch.randint(11, (3, 11))
     logits, _ = model(x)
-    for i in range(3):
-        close(model(x[i: i + 1])[0], logits[i: i + 1])
-    close(model(x[[2, 0, 1]])[0], logits[[2, 0, 1]])
+    close(model(x[1:2])[0], logits[1:2])                      # whatever it has of a row before or behind it
+    close(model(x[[2, 0, 1]])[0], logits[[2, 0, 1]])          # and of being the first or the last
 
 
 @every_model
@@ -1485,7 +1485,7 @@ def test_a_stretch_lets_go_of_the_one_after(preset, learn, read, monkeypatch):
                                           ("atlas", dict(muon_every=1, momentum=False))])
 def test_nothing_waits_for_the_host(preset, more):
     """A number read back, or a tensor made on the CPU, holds up a GPU or fails on it: on the meta device, which has no numbers, both fail."""
-    model, x = small(preset, n_layer=1, **more).to("meta"), torch.empty(2, 10, dtype=torch.long, device="meta")
+    model, x = small(preset, n_layer=1, **more).to("meta"), torch.empty(2, 9, dtype=torch.long, device="meta")
     model.loss(x, x).backward()
     assert all(p.grad is None or p.grad.is_meta for p in model.parameters())
 
@@ -1747,7 +1747,7 @@ def test_a_state_holds_no_prompt(preset, more):
     views of those of all blocks.
     """
     model = small(preset, **more)
-    for lengths in ((200,), (30, 170), (36, *[1] * 8)):
+    for lengths in ((120,), (30, 90), (36, *[1] * 8)):
         state, held = None, {}
         for T in lengths:
             _, state = model(torch.randint(11, (1, T)), state)
@@ -1883,15 +1883,15 @@ STREAMS += [(preset, True) for preset in ("titans", "omeganet", "atlas", "dot")]
 @pytest.mark.parametrize("preset, trained", STREAMS, ids=[p + "-trained" * t for p, t in STREAMS])
 @torch.no_grad()
 def test_long_streams_stay_bounded(preset, trained):
-    """20,000 tokens in float32 with the default chunk, one row of a single token, one of random ones: no NaN, no growth."""
+    """10,000 tokens in float32 with the default chunk, one row of a single token, one of random ones: no NaN, no growth."""
     model = models.build(preset, vocab_size=11, n_layer=1, n_head=2, n_embd=16)
     if trained:
         with torch.enable_grad():
             learned(model)
     state, x = None, torch.stack([torch.full((2000,), 3), torch.randint(11, (2000,))])
-    for _ in range(10 if not keeps_its_past(model) else 1):
+    for _ in range(5 if not keeps_its_past(model) else 1):
         logits, state = model(x, state)
-        assert logits.abs().max() < 100 and all(t.abs().max() < 1e4 for t in tensors(state) if t.numel())
+        assert logits.abs().max() < 100 and all(t.abs().max() < 5e3 for t in tensors(state) if t.numel())
 
 
 @pytest.mark.parametrize("preset", ["titans", "omeganet"])
@@ -2127,7 +2127,8 @@ def test_chunk_of_few_pairs_compiles_whole(monkeypatch):
     plain_again(monkeypatch)
     monkeypatch.setattr(omega_module, "COMPILED", [(omega_module, "pairs_chunk")])
     made, backend = [], torch._dynamo.lookup_backend(AOT)
-    model, x = shaken(small("atlas", n_layer=1, momentum=False, muon_every=1, ns_steps=2)), torch.randint(11, (2, 12))
+    model = shaken(small("atlas", n_layer=1, memory="linear", momentum=False, muon_every=1, ns_steps=2))       # of one matrix: half the time
+    x = torch.randint(11, (2, 12))
     eager = forth_and_back(model, x)
     omega_module.compile_chunks(backend=lambda *graph: made.append(graph) or backend(*graph), fullgraph=True)
     for a, b in zip(forth_and_back(model, x), eager, strict=True):
@@ -2432,20 +2433,21 @@ def test_every_field_acts_or_is_idle(preset, more):
     """A flag that does nothing makes an ablation compare a model with itself; one that does something must not be called idle. Both ways, by
     the bits of loss and gradient."""
     def result(config):
+        """The loss, then the gradient, when it is asked for."""
         torch.manual_seed(0)
         model = models.LM(config)
         for p in model.parameters():                          # where M0 is zero, some settings have nothing to act on
             p.data += 0.3 * torch.randn(p.shape)
         x = torch.arange(14)[None] % 11                       # three chunks of 4 and a token
         loss = model.loss(x[:, :-1], x[:, 1:])
-        loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters())]
+        yield loss
+        yield from torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
     def same(a, b):
-        return len(a) == len(b) and all(x is y or x is not None and y is not None and torch.equal(x, y) for x, y in zip(a, b))
+        return all(x is y or x is not None and y is not None and torch.equal(x, y) for x, y in zip_longest(a, b, fillvalue=torch.empty(0)))
 
     config, nothing = small(preset, n_layer=1, **more).config, set()
-    before = result(config)
+    before = list(result(config))
     assert same(before, result(config))
     for f in fields(config):
         if f.name in ("mixer", "wiring", "memory_branch") or (config.features, f.name) in (("sketch", "degree"), ("exp", "muon")):
@@ -4597,37 +4599,44 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(number, tex
     assert train.load_checkpoint(tmp_path / "out" / "ckpt.pt")["step"] == 4
 
 
-# one of two processes, as torchrun starts them: the second one alone is told to stop, in its third step, and once more by torchrun, which
+# the second of two processes, as torchrun starts them: it alone is told to stop, in its third step, and once more by torchrun, which
 # passes on what the terminal has sent to all; then both go on
-ONE_OF_TWO = """
+SECOND_OF_TWO = """
 import os, signal, sys, train
 real = train.train_step
 def step(model, optimizers, tc, ids, i, *rest):
-    for _ in range(2 * (i == 2 and train.rank() == 1)):
+    for _ in range(2 * (i == 2)):
         signal.raise_signal(signal.SIGTERM)
     return real(model, optimizers, tc, ids, i, *rest)
 train.train_step = step
-assert train.main(sys.argv[1:]) == 143 and train.load_checkpoint(sys.argv[-1] + "/ckpt.pt")["step"] == 3
+assert train.main(sys.argv[1:]) == 143
 os.environ["MASTER_PORT"] = os.environ["NEXT_PORT"]           # where the second would still meet what the first left at the old one
 assert train.main(["--resume", "--device", "cpu", "--threads", "1", "--out", sys.argv[-1]]) == 0
 """
 
 
-def test_two_processes_train_like_one(text, tmp_path, capsys):
+def test_two_processes_train_like_one(text, tmp_path, capsys, monkeypatch):
     """Gradients not added, or of the wrong share, change the loss; a step that only one of them takes waits for ever."""
     flags = ["--optimizer", "muon", "--grad-accum", "4", "--steps", "6"]
     with socket.socket() as a, socket.socket() as b:
         a.bind(("127.0.0.1", 0))
         b.bind(("127.0.0.1", 0))
         ports = [str(free.getsockname()[1]) for free in (a, b)]
-    argv = [sys.executable, "-c", ONE_OF_TWO, *NET, *RUN, "--data", text, *flags, "--out", tmp_path / "two"]
-    env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=ports[0], NEXT_PORT=ports[1], WORLD_SIZE="2", TORCHELASTIC_RUN_ID="test")
-    both = [subprocess.Popen(list(map(str, argv)), env=dict(env, RANK=str(i), LOCAL_RANK=str(i)), cwd=HERE, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(2)]
-    assert go(text, tmp_path / "one", *flags) == 0
+    two = str(tmp_path / "two")
+    env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=ports[0], NEXT_PORT=ports[1], WORLD_SIZE="2", TORCHELASTIC_RUN_ID="test")
+    second = python("-c", SECOND_OF_TWO, *NET, *RUN, "--data", text, *flags, "--out", two, **env, RANK="1", LOCAL_RANK="1", PYTHONPATH=str(HERE))
+    assert go(text, tmp_path / "one", *flags) == 0            # meanwhile; the first of the two is this process, which need not begin
     assert " processes" not in capsys.readouterr().out
-    (said, wrong), (quiet, more) = [p.communicate(timeout=300) for p in both]
-    assert [p.returncode for p in both] == [0, 0], wrong + more
+    for name, value in dict(env, RANK="0", LOCAL_RANK="0").items():
+        monkeypatch.setenv(name, value)
+    (late := threading.Timer(300, second.kill)).start()       # without which the first would wait for it
+    assert go(text, two, *flags) == 143 and train.load_checkpoint(two + "/ckpt.pt")["step"] == 3
+    monkeypatch.setenv("MASTER_PORT", ports[1])
+    assert train.main(["--resume", "--device", "cpu", "--threads", "1", "--out", two]) == 0
+    quiet, wrong = second.communicate()
+    late.cancel()
+    assert second.returncode == 0, wrong
+    said = capsys.readouterr().out
     assert "2 processes" in said and "done: atlas" in said
     assert not [line for line in quiet.splitlines() if not line.startswith("[Gloo]")]             # torch 2.10 tells of connections
     one, two = rows(tmp_path / "one", "step", "loss", "val", "grad_norm"), rows(tmp_path / "two", "step", "loss", "val", "grad_norm")
@@ -5920,6 +5929,7 @@ def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
     """A part that does not run at all, or leaves no record."""
     monkeypatch.setitem(sys.modules, "titans_pytorch", None)            # not installed
     monkeypatch.setattr(gc, "collect", lambda: None)          # of all that these tests have made: a third of a second a table
+    monkeypatch.setattr(bench, "peak_bytes", lambda run, device: run() or 1)     # a profiler each; test_peak_bytes
     file = tmp_path / "b.json"
     names = ["transformer", "titans", "linear"]               # each of them, however little time there is
     assert bench.main(["--quick", *(f"--model={name}" for name in names), "--device", "cpu", "--json", str(file)]) == 0
