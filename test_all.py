@@ -72,7 +72,7 @@ def rubbish_is_collected_seldom():
     """By itself Python walks over all that torch, pytest and this file have made, again and again: 7 seconds."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    gc.set_threshold(10_000, 20, 100)
 
 
 @pytest.fixture(autouse=True)
@@ -2529,8 +2529,8 @@ def test_a_layer_in_another_model_learns(more):
     """Memory(config) without LM.init had M0 and convolution all zero: it answered 0, its gradient was 1e12 and more, or NaN."""
     config = models.Config(n_embd=16, n_head=2, head_dim=8, chunk=4, muon_every=4, window=2, attn_window=4, **more)
     layer, x, target = (models.Wiring if more else models.Memory)(config), torch.randn(4, 12, 16), torch.randn(4, 12, 16)
-    optimizer, losses = torch.optim.Adam(layer.parameters(), 1e-2), []
-    for _ in range(20):
+    optimizer, losses = torch.optim.Adam(layer.parameters(), 2e-2), []
+    for _ in range(12):
         loss = F.mse_loss(layer(x)[0], target)
         optimizer.zero_grad()
         loss.backward()
@@ -2797,7 +2797,7 @@ def test_ball_is_the_reference(kind, muon_every):
 @pytest.mark.parametrize("preset", ["omeganet", "atlas"])   # with Newton-Schulz and without: a line of code for each
 def test_no_text_makes_the_memory_run_away(preset):
     """Gates that learned to write as fast as they can: a repeated token overshoots further with every chunk, up to NaN."""
-    model = models.build(preset, vocab_size=20, n_layer=1, max_step=8.0)
+    model = models.build(preset, vocab_size=20, n_layer=1, n_embd=32, n_head=4, max_step=8.0)
     for parameter in model.blocks[0].mixer.M0:
         parameter.data *= 3
     model.blocks[0].mixer.gates.bias.data.view(4, -1)[:, 1] = 5.0
@@ -4272,9 +4272,9 @@ def test_one_process_saves(tmp_path, monkeypatch):
 def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(text, tmp_path, flags, capsys):
     """Any state missing from the checkpoint (moments, random numbers of dropout, step) shows as a difference; so does
     a validation that disturbs the training. Step 9 is not a validation step."""
-    flags = [*flags, "--steps", 18, "--dropout", "0.2"]
+    flags = [*flags, "--steps", 10, "--dropout", "0.2"]
     assert go(text, tmp_path / "a", *flags) == 0
-    assert go(text, tmp_path / "b", *flags, "--stop-after", 9) == 0
+    assert go(text, tmp_path / "b", *flags, "--stop-after", 5) == 0
     assert f"python train.py --resume --out {tmp_path / 'b'}" in capsys.readouterr().out
     torch.manual_seed(99)
     assert go(text, tmp_path / "b", "--resume") == 0                 # --steps and --dropout: from the checkpoint
@@ -5503,6 +5503,7 @@ def test_ns_flops_is_what_newton_schulz_does(m, n, gram):
 
 def test_race_leaves_time_for_its_rounds(capsys, monkeypatch):
     """A contestant taken in because the calls before it are done, though three rounds of all no longer fit."""
+    monkeypatch.setattr(gc, "collect", lambda: None)          # as below: test_rubbish_is_collected_before_the_rounds
     log = []
     monkeypatch.setattr(bench, "clock", lambda run, *_: run() or 1.0)
     monkeypatch.setattr(bench, "now", lambda device: float(len(log)))
@@ -6198,7 +6199,7 @@ def test_mqar_learns_to_recall(capsys):
     """Catches an optimiser that does not step, targets that are not those of the tokens."""
     torch.manual_seed(0)
     assert eval.main(["--task", "mqar", "--model", "linear", "--n-layer", "1", "--n-embd", "32", "--n-head", "2", "--vocab", "8",
-                      "--pairs", "2", "--seq-len", "8", "--steps", "120", "--chunk", "8", "--device", "cpu"]) == 0
+                      "--pairs", "2", "--seq-len", "8", "--steps", "90", "--batch-size", "32", "--chunk", "8", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert float(out.split("mean accuracy ")[1].split()[0]) > 0.9 and "by guessing" in out
 
@@ -6745,15 +6746,15 @@ MUTANTS = [
     ("gradient of a chunk: to the weights it takes gradients at", "chunks.py", "            c[:, 0].add_(w)", "            pass",
      "test_omega_is_omega_ref[titans]"),
     ("gradient of chunks read together: of each, that of the first", "chunks.py", "ones[j], learned[j], carried", "ones[j], learned[0], carried",
-     "test_chunks_read_together[titans-5]"),
+     "test_chunks_read_together[titans-3]"),
     ("gradient of chunks read together: of M0 from the last of them", "chunks.py", "(-1, len(m))).sum(0, dtype=m.dtype)", "(-1, len(m)))[-1]",
-     "test_chunks_read_together[from rest-5]"),
+     "test_chunks_read_together[from rest-3]"),
     ("chunks read together all read W before the first", "chunks.py", "merged(a[at: at + size])", "merged(a[at: at + 1].expand(size, *a.shape[1:]))",
-     "test_chunks_read_together[omeganet-5]"),
+     "test_chunks_read_together[omeganet-3]"),
     ("without a gradient: a stretch begins with the W that the one before it began with", "chunks.py", "                a[0] = a[size]", "                pass",
      "test_chunks_read_together[omeganet-2]"),
     ("chunks of Newton-Schulz read together take turns at the wrong M0", "chunks.py", "memory.cast(m, how.rule.dtype)[None", "memory.cast(m.flip(0), how.rule.dtype)[None",
-     "test_chunks_read_together[atlas, from rest-5]"),
+     "test_chunks_read_together[atlas, from rest-3]"),
     ("gradient of a Newton-Schulz chunk: W of blocks alone", "chunks.py",
      ".view_as(WO[:, 0]).add_(dheld[:, 0, 0])", ".view_as(WO[:, 0]).mul_(0).add_(dheld[:, 0, 0])",
      "test_omega_is_omega_ref[atlas]"),
@@ -6795,7 +6796,7 @@ MUTANTS = [
     ("the first block repeats the one before a pause", "chunks.py", "if rule.muon_every > 1 and not sums:", "if rule.muon_every > 1:",
      "test_atlas_linear_once_in_a_while"),
     ("gradient of a Newton-Schulz chunk: to M0 from the first that reads it", "chunks.py", '.sum(0, dtype=m.dtype).sum(1) for d, m', '[0].sum(1) for d, m',
-     "test_chunks_read_together[atlas, from rest-5]"),
+     "test_chunks_read_together[atlas, from rest-3]"),
     ("a chunk that begins at rest is not read alone", "chunks.py", "return [slice(0, 1)] * first", "return [slice(0, 2)] * first",
      "test_chunks_read_together[from rest, no momentum-1]"),
     ("gradient of a chunk: not through the bound", "chunks.py", "        c[:, 0].mul_(ball)", "        pass",
