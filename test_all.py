@@ -5438,12 +5438,17 @@ def test_importing_the_scripts_does_nothing(monkeypatch, capfd):
         monkeypatch.delitem(sys.modules, file.stem, raising=False)
     torch.set_num_threads(3)                                  # no number that a script may set
     torch.rand(3)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     before = state()
-    for name in ("train", "sample"):
-        importlib.import_module(name)
-    for file in HERE.glob("*.py"):
-        monkeypatch.delitem(sys.modules, file.stem, raising=False)
-    assert state() == before and capfd.readouterr() == ("", "")
+    try:
+        for name in ("train", "sample"):
+            importlib.import_module(name)
+        assert state() == before and capfd.readouterr() == ("", "")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for file in HERE.glob("*.py"):
+            monkeypatch.delitem(sys.modules, file.stem, raising=False)
 
 
 def test_writing_is_without_dropout():
