@@ -12,6 +12,7 @@ import errno
 import gc
 import gzip
 import hashlib
+import importlib
 import io
 import json
 import math
@@ -24,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 import weakref
@@ -33,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
-from itertools import count, product
+from itertools import count, product, zip_longest
 from pathlib import Path
 from pydoc_data import topics
 
@@ -63,6 +65,14 @@ from poly import FEATURES, Degree2, Features, features_dim
 
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rubbish_is_collected_seldom():
+    """By itself Python walks over all that torch, pytest and this file have made, again and again: 7 seconds."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 100)
 
 
 @pytest.fixture(autouse=True)
@@ -812,18 +822,18 @@ def test_omega_chunk_leaves_only_parts_of_chunks_to_omega_ref(T, earlier, by_ref
     assert seen == by_ref
 
 
-STRETCHES = {"titans": [5], "omeganet": [2, 5], "gated": [2], "linear, cubic features": [2], "lp": [5], "from rest": [2, 5],
-             "from rest, no momentum": [1, 2], "norm in the memory": [2], "momentum, mid-chunk": [5], "atlas, from rest": [2, 5],
+STRETCHES = {"titans": [3], "omeganet": [2, 3], "gated": [2], "linear, cubic features": [2], "lp": [3], "from rest": [2, 3],
+             "from rest, no momentum": [1, 2], "norm in the memory": [2], "momentum, mid-chunk": [3], "atlas, from rest": [2, 3],
              "atlas, block = chunk": [1], "atlas, mid-block": [2], "atlas, no momentum, long": [2]}
 
 
 @pytest.mark.parametrize("name, size", [(name, size) for name, sizes in STRETCHES.items() for size in sizes])
 def test_chunks_read_together(name, size, monkeypatch):
-    """Chunks of a long run are read one at a time, in pairs with one left over, in fives and twos; without a gradient, in the room of one
+    """Chunks of a long run are read one at a time, in pairs with one left over, in threes and twos; without a gradient, in the room of one
     stretch; with a gradient, and a state at the end that nobody uses."""
     *case, T, earlier, features = EQUAL[name]
     chunk, muon_every = case[3], case[5]
-    T = (4 if muon_every else 7) * chunk + T % chunk          # Newton-Schulz makes more of rounding errors with every chunk
+    T = (4 if muon_every else 5) * chunk + T % chunk          # Newton-Schulz makes more of rounding errors with every chunk
     cut = chunks.stretches
 
     def so_many(parts, weights, alone):
@@ -1337,16 +1347,16 @@ def test_every_model_is_its_reference(preset, more, monkeypatch):
 @torch.inference_mode()
 def test_causal(preset, more):
     """Changing token j must leave logits before j bit-identical and change later ones: half of the ports leak or do not mix."""
-    model, x = shaken(small(preset, **more)), torch.randint(11, (1, 13))
-    logits, _ = model(x)
-    for j in places(more):
-        y = x.clone()
-        y[0, j] = (y[0, j] + 1) % 11
-        changed, _ = model(y)
-        assert torch.equal(changed[:, :j], logits[:, :j]), f"token {j} is seen before it is read"
-        assert not torch.allclose(changed[:, j], logits[:, j])
+    model, x = shaken(small(preset, **more)), torch.randint(11, (1, 13)).repeat(len(places(more)), 1)
+    y = x.clone()
+    for row, j in enumerate(places(more)):                    # the same text in all rows, and another token in each
+        y[row, j] = (y[row, j] + 1) % 11
+    logits, changed = model(x)[0], model(y)[0]
+    for row, j in enumerate(places(more)):
+        assert torch.equal(changed[row, :j], logits[row, :j]), f"token {j} is seen before it is read"
+        assert not torch.allclose(changed[row, j], logits[row, j])
         if model.config.mixer == "memory" and model.config.memory_branch or not model.config.attn_window:
-            assert not torch.allclose(changed[:, 12], logits[:, 12], rtol=1e-9), f"token {j} is forgotten by the end"
+            assert not torch.allclose(changed[row, 12], logits[row, 12], rtol=1e-9), f"token {j} is forgotten by the end"
 
 
 @every_model
@@ -1355,9 +1365,8 @@ def test_rows_are_independent(preset, more):
     """One sequence's memory must not reach another's: row alone == row in the batch, and a permuted batch is permuted."""
     model, x = shaken(small(preset, **more)), torch.randint(11, (3, 11))
     logits, _ = model(x)
-    for i in range(3):
-        close(model(x[i: i + 1])[0], logits[i: i + 1])
-    close(model(x[[2, 0, 1]])[0], logits[[2, 0, 1]])
+    close(model(x[1:2])[0], logits[1:2])                      # whatever it has of a row before or behind it
+    close(model(x[[2, 0, 1]])[0], logits[[2, 0, 1]])          # and of being the first or the last
 
 
 @every_model
@@ -1366,7 +1375,7 @@ def test_every_parameter_learns(preset, more):
 
     Dead gates, a detached M0 and an inner update under no_grad are the commonest fault of the ports.
     """
-    model, x = small(preset, **more), torch.randint(11, (2, 14))
+    model, x = small(preset, **more), torch.randint(11, (2, 10))
     model.loss(x[:, :-1], x[:, 1:]).backward()
     dead = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
     before = [p.detach().clone() for p in model.parameters()]
@@ -1444,7 +1453,7 @@ def test_nothing_but_speed_hangs_on_a_private_name(preset, monkeypatch):
 @pytest.mark.parametrize("preset", ["atlas", "omeganet", "transformer"])
 def test_remat_is_bit_equal_in_less_memory(preset):
     """A block computed again with another dropout, or kept all the same."""
-    model, x = small(preset, n_layer=6, dropout=0.3), torch.randint(11, (2, 17))
+    model, x = small(preset, n_layer=4, dropout=0.3), torch.randint(11, (2, 17))
     grads, peaks = [], []
     for model.remat in (False, True):
         def run():
@@ -1476,7 +1485,7 @@ def test_a_stretch_lets_go_of_the_one_after(preset, learn, read, monkeypatch):
                                           ("atlas", dict(muon_every=1, momentum=False))])
 def test_nothing_waits_for_the_host(preset, more):
     """A number read back, or a tensor made on the CPU, holds up a GPU or fails on it: on the meta device, which has no numbers, both fail."""
-    model, x = small(preset, n_layer=1, **more).to("meta"), torch.empty(2, 10, dtype=torch.long, device="meta")
+    model, x = small(preset, n_layer=1, **more).to("meta"), torch.empty(2, 9, dtype=torch.long, device="meta")
     model.loss(x, x).backward()
     assert all(p.grad is None or p.grad.is_meta for p in model.parameters())
 
@@ -1738,7 +1747,7 @@ def test_a_state_holds_no_prompt(preset, more):
     views of those of all blocks.
     """
     model = small(preset, **more)
-    for lengths in ((200,), (30, 170), (36, *[1] * 8)):
+    for lengths in ((120,), (30, 90), (36, *[1] * 8)):
         state, held = None, {}
         for T in lengths:
             _, state = model(torch.randint(11, (1, T)), state)
@@ -1788,9 +1797,9 @@ def test_detach_of_weights_that_are_no_parameters():
                                           ("atlas", dict(wiring="mac")), ("titans", dict(wiring="mag", tie=True))])
 def test_models_that_begin_on_the_meta_device(preset, more):
     """As torch does with large models: what neither a checkpoint nor init fills, the tables of monomials, is what memory happens to hold."""
-    want, x = small(preset, **more).double(), torch.randint(11, (2, 9))
+    want, x = small(preset, n_layer=1, **more).double(), torch.randint(11, (2, 9))
     with torch.device("meta"):
-        empty = [small(preset, **more).double() for _ in range(3)]
+        empty = [small(preset, n_layer=1, **more).double() for _ in range(3)]
     loaded, assigned, begun = (empty[0].to_empty(device="cpu"), empty[1], empty[2].to_empty(device="cpu"))
     loaded.load_state_dict(want.state_dict())
     assigned.load_state_dict(want.state_dict(), assign=True)
@@ -1874,15 +1883,15 @@ STREAMS += [(preset, True) for preset in ("titans", "omeganet", "atlas", "dot")]
 @pytest.mark.parametrize("preset, trained", STREAMS, ids=[p + "-trained" * t for p, t in STREAMS])
 @torch.no_grad()
 def test_long_streams_stay_bounded(preset, trained):
-    """20,000 tokens in float32 with the default chunk, one row of a single token, one of random ones: no NaN, no growth."""
+    """10,000 tokens in float32 with the default chunk, one row of a single token, one of random ones: no NaN, no growth."""
     model = models.build(preset, vocab_size=11, n_layer=1, n_head=2, n_embd=16)
     if trained:
         with torch.enable_grad():
             learned(model)
     state, x = None, torch.stack([torch.full((2000,), 3), torch.randint(11, (2000,))])
-    for _ in range(10 if not keeps_its_past(model) else 1):
+    for _ in range(5 if not keeps_its_past(model) else 1):
         logits, state = model(x, state)
-        assert logits.abs().max() < 100 and all(t.abs().max() < 1e4 for t in tensors(state) if t.numel())
+        assert logits.abs().max() < 100 and all(t.abs().max() < 5e3 for t in tensors(state) if t.numel())
 
 
 @pytest.mark.parametrize("preset", ["titans", "omeganet"])
@@ -1900,11 +1909,9 @@ def test_norm_keeps_wide_open_gates_bounded(preset):
 def test_generate(preset):
     """Greedy text from the cached state is the text from reading everything again; the prompt counts, not its last token."""
     model, x = shaken(small(preset)), torch.randint(11, (2, 7))
-    text = x
-    for token in model.generate(x, 12, temperature=0):
-        assert torch.equal(token, model(text)[0][:, -1].argmax(-1))
-        text = torch.cat([text, token[:, None]], 1)
-    assert text.shape == (2, 19) and not token.requires_grad
+    text = torch.cat([x, torch.stack(tokens := list(model.generate(x, 12, temperature=0)), 1)], 1)
+    assert text.shape == (2, 19) and not any(token.requires_grad for token in tokens)
+    assert torch.equal(model(text)[0][:, 6:-1].argmax(-1), text[:, 7:])
     with torch.no_grad():
         _, state = model(x[:, :5])
     for _ in range(2):                                        # the text that was read once may be asked twice
@@ -2066,6 +2073,10 @@ def test_what_stands_before_every_sequence_is_as_loud_as_a_token():
     assert wiring.persistent.std().item() == pytest.approx(1, rel=0.1)
 
 
+# graphs go by autograd for compiled ones, as to inductor, but it does not ask what is best done again in backward, which takes a third of the time
+AOT = "aot_eager_default_partitioner"
+
+
 def plain_again(monkeypatch):
     """Undo compile_chunks after the test."""
     for module, name in (*omega_module.COMPILED, (chunks.Chunks, "compiled")):
@@ -2081,10 +2092,12 @@ def test_chunk_steps_compile_whole(preset, graphs, dtype, monkeypatch):
     Limits of torch._dynamo belong to a thread, and on CUDA gradients have one of their own: there the ninth shape would be eager.
     """
     plain_again(monkeypatch)
-    made, backend = [], torch._dynamo.lookup_backend("aot_eager" if dtype == "float32" else "eager")
+    made, backend = [], torch._dynamo.lookup_backend(AOT if dtype == "float32" else "eager")
     if preset == "atlas":                                     # what is done with all tokens at once is the same for both
         monkeypatch.setattr(omega_module, "COMPILED", [part for part in omega_module.COMPILED if part[0] is chunks or part[1] == "mixing"])
-    model, x, limits, empty = shaken(small(preset, n_layer=1, momentum=True, ns_steps=2, memory_dtype=dtype)), torch.randint(11, (2, 12)), [], chunks.empty_like
+    one = dict(memory="linear") if (preset, dtype) == ("atlas", "float32") else {}       # a matrix: atlas with several, which takes twice as long, is below
+    model, x = shaken(small(preset, n_layer=1, momentum=True, ns_steps=2, memory_dtype=dtype, **one)), torch.randint(11, (2, 12))
+    limits, empty = [], chunks.empty_like
     if dtype == "bfloat16":                                   # beside fast weights in float32
         model.float()
     gradient = lambda loss: torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
@@ -2113,8 +2126,9 @@ def test_chunk_of_few_pairs_compiles_whole(monkeypatch):
     """One graph for the first chunk, whose W is zero and has no gradient, and one for all others; and the same numbers."""
     plain_again(monkeypatch)
     monkeypatch.setattr(omega_module, "COMPILED", [(omega_module, "pairs_chunk")])
-    made, backend = [], torch._dynamo.lookup_backend("aot_eager")
-    model, x = shaken(small("atlas", n_layer=1, momentum=False, muon_every=1, ns_steps=2)), torch.randint(11, (2, 12))
+    made, backend = [], torch._dynamo.lookup_backend(AOT)
+    model = shaken(small("atlas", n_layer=1, memory="linear", momentum=False, muon_every=1, ns_steps=2))       # of one matrix: half the time
+    x = torch.randint(11, (2, 12))
     eager = forth_and_back(model, x)
     omega_module.compile_chunks(backend=lambda *graph: made.append(graph) or backend(*graph), fullgraph=True)
     for a, b in zip(forth_and_back(model, x), eager, strict=True):
@@ -2129,7 +2143,7 @@ def test_compiled_gates_have_no_gradient_in_half_precision(monkeypatch):
     monkeypatch.setattr(omega_module, "recur", recur_by_product)
     model, x = small("titans", n_layer=1, memory_dtype="bfloat16"), torch.randint(11, (2, 12))
     eager = forth_and_back(model, x)
-    omega_module.compile_chunks(backend="aot_eager")
+    omega_module.compile_chunks(backend=AOT)
     for a, b in zip(forth_and_back(model, x), eager, strict=True):
         close(a, b, 1e-7)
 
@@ -2178,7 +2192,7 @@ def test_what_compiles_only_in_parts_is_still_right(monkeypatch):
     monkeypatch.setattr(omega_module, "COMPILED", [(omega_module, "features")])
     model, x = shaken(small("omeganet", n_layer=1, degree=3, head_dim=4)), torch.randint(11, (2, 8))
     eager = forth_and_back(model, x)
-    omega_module.compile_chunks(backend="aot_eager")
+    omega_module.compile_chunks(backend=AOT)
     for a, b in zip(forth_and_back(model, x), eager, strict=True):
         close(a, b)
 
@@ -2419,20 +2433,21 @@ def test_every_field_acts_or_is_idle(preset, more):
     """A flag that does nothing makes an ablation compare a model with itself; one that does something must not be called idle. Both ways, by
     the bits of loss and gradient."""
     def result(config):
+        """The loss, then the gradient, when it is asked for."""
         torch.manual_seed(0)
         model = models.LM(config)
         for p in model.parameters():                          # where M0 is zero, some settings have nothing to act on
             p.data += 0.3 * torch.randn(p.shape)
-        x = torch.arange(24)[None] % 11
+        x = torch.arange(14)[None] % 11                       # three chunks of 4 and a token
         loss = model.loss(x[:, :-1], x[:, 1:])
-        loss.backward()
-        return [loss.detach(), *(p.grad for p in model.parameters())]
+        yield loss
+        yield from torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
     def same(a, b):
-        return len(a) == len(b) and all(x is y or x is not None and y is not None and torch.equal(x, y) for x, y in zip(a, b))
+        return all(x is y or x is not None and y is not None and torch.equal(x, y) for x, y in zip_longest(a, b, fillvalue=torch.empty(0)))
 
     config, nothing = small(preset, n_layer=1, **more).config, set()
-    before = result(config)
+    before = list(result(config))
     assert same(before, result(config))
     for f in fields(config):
         if f.name in ("mixer", "wiring", "memory_branch") or (config.features, f.name) in (("sketch", "degree"), ("exp", "muon")):
@@ -2514,8 +2529,8 @@ def test_a_layer_in_another_model_learns(more):
     """Memory(config) without LM.init had M0 and convolution all zero: it answered 0, its gradient was 1e12 and more, or NaN."""
     config = models.Config(n_embd=16, n_head=2, head_dim=8, chunk=4, muon_every=4, window=2, attn_window=4, **more)
     layer, x, target = (models.Wiring if more else models.Memory)(config), torch.randn(4, 12, 16), torch.randn(4, 12, 16)
-    optimizer, losses = torch.optim.Adam(layer.parameters(), 1e-2), []
-    for _ in range(20):
+    optimizer, losses = torch.optim.Adam(layer.parameters(), 2e-2), []
+    for _ in range(12):
         loss = F.mse_loss(layer(x)[0], target)
         optimizer.zero_grad()
         loss.backward()
@@ -2597,7 +2612,7 @@ def test_projections_may_be_wrapped(preset):
 def test_export():
     """As the README says: of a shape, without gradients."""
     layer = models.Memory(models.configure("omeganet", n_embd=8, n_head=2, head_dim=4, chunk=4)).requires_grad_(False)
-    x, y = torch.randn(2, 2, 11, 8)
+    x, y = torch.randn(2, 2, 6, 8)
     close(torch.export.export(layer, (x,)).module()(y)[0], layer(y)[0], 1e-5)
 
 
@@ -2782,7 +2797,7 @@ def test_ball_is_the_reference(kind, muon_every):
 @pytest.mark.parametrize("preset", ["omeganet", "atlas"])   # with Newton-Schulz and without: a line of code for each
 def test_no_text_makes_the_memory_run_away(preset):
     """Gates that learned to write as fast as they can: a repeated token overshoots further with every chunk, up to NaN."""
-    model = models.build(preset, vocab_size=20, n_layer=1, max_step=8.0)
+    model = models.build(preset, vocab_size=20, n_layer=1, n_embd=32, n_head=4, max_step=8.0)
     for parameter in model.blocks[0].mixer.M0:
         parameter.data *= 3
     model.blocks[0].mixer.gates.bias.data.view(4, -1)[:, 1] = 5.0
@@ -2799,20 +2814,20 @@ WIRED = re.compile("(atlas|titans|dot|no memory)-(mag|mal|mac)")
 
 @pytest.mark.parametrize("preset, more", [m for name, m in MODELS.items() if name in models.PRESETS or WIRED.fullmatch(name)])
 def test_every_model_trains(preset, more):
-    """30 steps on text: no NaN, and a loss that falls, for every preset, and every wiring of four."""
+    """18 steps on text: no NaN, and a loss that falls, for every preset, and every wiring of four."""
     window = {"attn_window": 8} if models.PRESETS[preset].get("attn_window") != 0 else {}
     model = small(preset, **{**more, **window, "n_layer": 1, "vocab_size": 128, "chunk": 8, "muon_every": 8})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2, fused=True)
     T = 6 if "wiring" in more else 16                         # two chunks, or one, with the persistent tokens: wirings are slow
     ids, losses = torch.tensor(list(b"the quick brown fox jumps over the lazy dog, and then again: " * 9)), []
-    for step in range(30):
+    for step in range(18):
         x = torch.stack([ids[i: i + T + 1] for i in torch.randint(len(ids) - T - 1, (2,)).tolist()])
         loss = model.loss(x[:, :-1], x[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert all(map(math.isfinite, losses)) and sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert all(map(math.isfinite, losses)) and sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -3275,25 +3290,23 @@ def test_token_files_are_the_text(tmp_path, monkeypatch, kind):
     assert not any((tmp_path / "new").iterdir())              # nothing half done is left
 
 
-# the program stopped while it cuts what it has encoded
-STOPPED = """
-import os, runpy, shutil, signal, sys
-_, program, number, *flags = sys.argv
-signal.signal(signal.SIGINT, signal.default_int_handler)      # ignored in all that is run by a script's "pytest &"
-shutil.copyfileobj, sys.argv = lambda *_: os.kill(os.getpid(), int(number)), [program, *flags]
-runpy.run_path(program, run_name="__main__")
-"""
-
-
 @pytest.mark.skipif(os.name == "nt", reason="there such a signal ends a program at once")
-def test_stopped_making_token_files(text, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_making_token_files(number, text, tmp_path, monkeypatch, capsys):
     """A scheduler's SIGTERM left a folder of half made files, as large as the text."""
-    numbers = signal.SIGINT, signal.SIGTERM
-    runs = [python("-c", STOPPED, HERE / "data.py", int(n), "--data", text, "--tokenizer", "byte", "--out", tmp_path / n.name) for n in numbers]
-    for number, run in zip(numbers, runs):
-        said = run.communicate(timeout=300)[1]
-        assert run.returncode == 128 + number and "Traceback" not in said and ("error: stopped" in said) == (number == signal.SIGINT)
-        assert not any((tmp_path / number.name).iterdir())
+    monkeypatch.setattr(shutil, "copyfileobj", lambda *_: os.kill(os.getpid(), number))          # while it cuts what it has encoded
+    monkeypatch.setattr(sys, "argv", ["data.py", "--data", str(text), "--tokenizer", "byte", "--out", str(tmp_path / "out")])
+    # SIGINT is ignored in all that is run by a script's "pytest &"; SIGTERM, where data.py takes no care of it, must not end pytest
+    before = {n: signal.signal(n, signal.default_int_handler) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(HERE / "data.py"), run_name="__main__")
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    said = capsys.readouterr().err
+    assert end.value.code == 128 + number and ("error: stopped" in said) == (number == signal.SIGINT)
+    assert not any((tmp_path / "out").iterdir())
 
 
 def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
@@ -4170,7 +4183,7 @@ def test_recorded_steps_are_the_same(preset, more, monkeypatch):
     monkeypatch.setattr(models, "checkpoint", lambda *args, **how: kept.append(how.get("preserve_rng_state", True)) or checkpoint(*args, **how))
     for record in (False, True):
         torch.manual_seed(0)
-        model = small(preset, dropout=more.get("dropout", 0.0)).train()
+        model = small(preset, n_layer=1, dropout=more.get("dropout", 0.0)).train()
         model.remat = more.get("remat", False)
         if record:
             tapes_for_graphs(monkeypatch)
@@ -4259,9 +4272,9 @@ def test_one_process_saves(tmp_path, monkeypatch):
 def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(text, tmp_path, flags, capsys):
     """Any state missing from the checkpoint (moments, random numbers of dropout, step) shows as a difference; so does
     a validation that disturbs the training. Step 9 is not a validation step."""
-    flags = [*flags, "--steps", 18, "--dropout", "0.2"]
+    flags = [*flags, "--steps", 10, "--dropout", "0.2"]
     assert go(text, tmp_path / "a", *flags) == 0
-    assert go(text, tmp_path / "b", *flags, "--stop-after", 9) == 0
+    assert go(text, tmp_path / "b", *flags, "--stop-after", 5) == 0
     assert f"python train.py --resume --out {tmp_path / 'b'}" in capsys.readouterr().out
     torch.manual_seed(99)
     assert go(text, tmp_path / "b", "--resume") == 0                 # --steps and --dropout: from the checkpoint
@@ -4586,37 +4599,44 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(number, tex
     assert train.load_checkpoint(tmp_path / "out" / "ckpt.pt")["step"] == 4
 
 
-# one of two processes, as torchrun starts them: the second one alone is told to stop, in its third step, and once more by torchrun, which
+# the second of two processes, as torchrun starts them: it alone is told to stop, in its third step, and once more by torchrun, which
 # passes on what the terminal has sent to all; then both go on
-ONE_OF_TWO = """
+SECOND_OF_TWO = """
 import os, signal, sys, train
 real = train.train_step
 def step(model, optimizers, tc, ids, i, *rest):
-    for _ in range(2 * (i == 2 and train.rank() == 1)):
+    for _ in range(2 * (i == 2)):
         signal.raise_signal(signal.SIGTERM)
     return real(model, optimizers, tc, ids, i, *rest)
 train.train_step = step
-assert train.main(sys.argv[1:]) == 143 and train.load_checkpoint(sys.argv[-1] + "/ckpt.pt")["step"] == 3
+assert train.main(sys.argv[1:]) == 143
 os.environ["MASTER_PORT"] = os.environ["NEXT_PORT"]           # where the second would still meet what the first left at the old one
 assert train.main(["--resume", "--device", "cpu", "--threads", "1", "--out", sys.argv[-1]]) == 0
 """
 
 
-def test_two_processes_train_like_one(text, tmp_path, capsys):
+def test_two_processes_train_like_one(text, tmp_path, capsys, monkeypatch):
     """Gradients not added, or of the wrong share, change the loss; a step that only one of them takes waits for ever."""
     flags = ["--optimizer", "muon", "--grad-accum", "4", "--steps", "6"]
     with socket.socket() as a, socket.socket() as b:
         a.bind(("127.0.0.1", 0))
         b.bind(("127.0.0.1", 0))
         ports = [str(free.getsockname()[1]) for free in (a, b)]
-    argv = [sys.executable, "-c", ONE_OF_TWO, *NET, *RUN, "--data", text, *flags, "--out", tmp_path / "two"]
-    env = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=ports[0], NEXT_PORT=ports[1], WORLD_SIZE="2", TORCHELASTIC_RUN_ID="test")
-    both = [subprocess.Popen(list(map(str, argv)), env=dict(env, RANK=str(i), LOCAL_RANK=str(i)), cwd=HERE, text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(2)]
-    assert go(text, tmp_path / "one", *flags) == 0
+    two = str(tmp_path / "two")
+    env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=ports[0], NEXT_PORT=ports[1], WORLD_SIZE="2", TORCHELASTIC_RUN_ID="test")
+    second = python("-c", SECOND_OF_TWO, *NET, *RUN, "--data", text, *flags, "--out", two, **env, RANK="1", LOCAL_RANK="1", PYTHONPATH=str(HERE))
+    assert go(text, tmp_path / "one", *flags) == 0            # meanwhile; the first of the two is this process, which need not begin
     assert " processes" not in capsys.readouterr().out
-    (said, wrong), (quiet, more) = [p.communicate(timeout=300) for p in both]
-    assert [p.returncode for p in both] == [0, 0], wrong + more
+    for name, value in dict(env, RANK="0", LOCAL_RANK="0").items():
+        monkeypatch.setenv(name, value)
+    (late := threading.Timer(300, second.kill)).start()       # without which the first would wait for it
+    assert go(text, two, *flags) == 143 and train.load_checkpoint(two + "/ckpt.pt")["step"] == 3
+    monkeypatch.setenv("MASTER_PORT", ports[1])
+    assert train.main(["--resume", "--device", "cpu", "--threads", "1", "--out", two]) == 0
+    quiet, wrong = second.communicate()
+    late.cancel()
+    assert second.returncode == 0, wrong
+    said = capsys.readouterr().out
     assert "2 processes" in said and "done: atlas" in said
     assert not [line for line in quiet.splitlines() if not line.startswith("[Gloo]")]             # torch 2.10 tells of connections
     one, two = rows(tmp_path / "one", "step", "loss", "val", "grad_norm"), rows(tmp_path / "two", "step", "loss", "val", "grad_norm")
@@ -5001,7 +5021,10 @@ def test_peak_memory_is_of_this_program(monkeypatch):
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
 def test_the_gpu_script_makes_its_folder(tmp_path):
     """An hour on a GPU whose logs go nowhere."""
-    done = subprocess.run(["bash", HERE / "results" / "gpu.sh", "-o", tmp_path / "new" / "logs", "none"], capture_output=True, text=True, cwd=HERE)
+    (tmp_path / "python3").write_text("#!/bin/sh\necho 1\n")                     # MiB of the GPU, without the time that torch takes to say so
+    (tmp_path / "python3").chmod(0o755)
+    done = subprocess.run(["bash", HERE / "results" / "gpu.sh", "-o", tmp_path / "new" / "logs", "none"], capture_output=True, text=True, cwd=HERE,
+                          env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"})
     assert "no part none" in (tmp_path / "new" / "logs" / "gpu-none.log").read_text() and not done.stderr
 
 
@@ -5355,7 +5378,7 @@ def test_half_a_character_is_never_written():
 
 
 def python(*argv, **more):
-    return subprocess.Popen([sys.executable, *map(str, argv)], text=True, encoding="utf-8", stdout=subprocess.PIPE,
+    return subprocess.Popen([sys.executable, *map(str, argv)], text=True, encoding="utf-8", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **more})
 
 
@@ -5375,28 +5398,57 @@ def test_scripts_from_another_folder_to_an_ascii_pipe(text, trained, tmp_path, m
     assert run.returncode == 0 and "done: atlas" in said and err == ""
 
 
+# a bench that measures nothing, when it is told to
+WAITING_BENCH = """
+import contextlib, select, sys, torch, bench
+def rule(kit):
+    select.select([sys.stdin], [], [], 20)                    # 20 s, if who would tell it waits for a line that is held back
+    kit.keep("rule", "a", dict(median_s=1.0, spread_s=0.0), 5)
+bench.PARTS = dict(rule=(rule, 1))
+torch.compiler.set_stance = contextlib.nullcontext            # for which torch would import its compiler, for a second
+sys.exit(bench.main())
+"""
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, of Linux")
 def test_what_stdout_does_not_take(trained, tmp_path):
     """A bench kept its lines until 8 KB of them were there, and lost its figures when `| head` had seen enough; Python's own words at exit."""
     file = tmp_path / "b.json"
-    run = python(HERE / "bench.py", "--quick", "--part", "rule", "--device", "cpu", "--json", file)
+    run = python("-c", WAITING_BENCH, "--quick", "--part", "rule", "--device", "cpu", "--json", file, PYTHONPATH=str(HERE))
     with open("/dev/full", "w") as full:
-        argv = [sys.executable, HERE / "sample.py", "--ckpt", trained, "--tokens", "9", "--device", "cpu"]
+        argv = [sys.executable, HERE / "sample.py", "--ckpt", trained, "--tokens", "0", "--device", "cpu"]
         write = subprocess.Popen(argv, stdout=full, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": ""})
     assert run.stdout.readline().startswith("device") and not file.read_text()                   # it has only begun
     run.stdout.close()
+    run.stdin.close()
     assert run.wait(timeout=300) == 0 and run.stderr.read() == "" and json.loads(file.read_text())["records"]
     said = write.communicate(timeout=300)[1]
     assert write.returncode == 1 and "No space left" in said and "Exception" not in said
 
 
-def test_importing_the_scripts_does_nothing():
+def test_importing_the_scripts_does_nothing(monkeypatch, capfd):
     """An import that sets seeds, handlers or threads, prints or downloads makes the scripts useless as modules."""
-    code = ("import signal, torch; state = lambda: (torch.get_rng_state().tolist(), torch.get_num_threads(), "
-            "signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)); before = state(); "
-            "import train, sample; assert state() == before and not torch.cuda.is_initialized()")
-    run = python("-c", code, PYTHONPATH=str(HERE))
-    assert run.communicate(timeout=300) == ("", "") and run.returncode == 0
+    def state():
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        return torch.get_rng_state().tolist(), torch.get_num_threads(), torch.get_float32_matmul_precision(), *handlers
+
+    no_network(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("the GPU was asked"))
+    for file in HERE.glob("*.py"):                            # as if none had been imported yet
+        monkeypatch.delitem(sys.modules, file.stem, raising=False)
+    torch.set_num_threads(3)                                  # no number that a script may set
+    torch.rand(3)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = state()
+    try:
+        for name in ("train", "sample"):
+            importlib.import_module(name)
+        assert state() == before and capfd.readouterr() == ("", "")
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for file in HERE.glob("*.py"):
+            monkeypatch.delitem(sys.modules, file.stem, raising=False)
 
 
 def test_writing_is_without_dropout():
@@ -5456,6 +5508,7 @@ def test_ns_flops_is_what_newton_schulz_does(m, n, gram):
 
 def test_race_leaves_time_for_its_rounds(capsys, monkeypatch):
     """A contestant taken in because the calls before it are done, though three rounds of all no longer fit."""
+    monkeypatch.setattr(gc, "collect", lambda: None)          # as below: test_rubbish_is_collected_before_the_rounds
     log = []
     monkeypatch.setattr(bench, "clock", lambda run, *_: run() or 1.0)
     monkeypatch.setattr(bench, "now", lambda device: float(len(log)))
@@ -5882,6 +5935,7 @@ def test_bench_prints_tables_and_json(tmp_path, capsys, monkeypatch):
     """A part that does not run at all, or leaves no record."""
     monkeypatch.setitem(sys.modules, "titans_pytorch", None)            # not installed
     monkeypatch.setattr(gc, "collect", lambda: None)          # of all that these tests have made: a third of a second a table
+    monkeypatch.setattr(bench, "peak_bytes", lambda run, device: run() or 1)     # a profiler each; test_peak_bytes
     file = tmp_path / "b.json"
     names = ["transformer", "titans", "linear"]               # each of them, however little time there is
     assert bench.main(["--quick", *(f"--model={name}" for name in names), "--device", "cpu", "--json", str(file)]) == 0
@@ -6150,7 +6204,7 @@ def test_mqar_learns_to_recall(capsys):
     """Catches an optimiser that does not step, targets that are not those of the tokens."""
     torch.manual_seed(0)
     assert eval.main(["--task", "mqar", "--model", "linear", "--n-layer", "1", "--n-embd", "32", "--n-head", "2", "--vocab", "8",
-                      "--pairs", "2", "--seq-len", "8", "--steps", "120", "--chunk", "8", "--device", "cpu"]) == 0
+                      "--pairs", "2", "--seq-len", "8", "--steps", "90", "--batch-size", "32", "--chunk", "8", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert float(out.split("mean accuracy ")[1].split()[0]) > 0.9 and "by guessing" in out
 
@@ -6765,15 +6819,15 @@ MUTANTS = [
     ("gradient of a chunk: to the weights it takes gradients at", "chunks.py", "            c[:, 0].add_(w)", "            pass",
      "test_omega_is_omega_ref[titans]"),
     ("gradient of chunks read together: of each, that of the first", "chunks.py", "ones[j], learned[j], carried", "ones[j], learned[0], carried",
-     "test_chunks_read_together[titans-5]"),
+     "test_chunks_read_together[titans-3]"),
     ("gradient of chunks read together: of M0 from the last of them", "chunks.py", "(-1, len(m))).sum(0, dtype=m.dtype)", "(-1, len(m)))[-1]",
-     "test_chunks_read_together[from rest-5]"),
+     "test_chunks_read_together[from rest-3]"),
     ("chunks read together all read W before the first", "chunks.py", "merged(a[at: at + size])", "merged(a[at: at + 1].expand(size, *a.shape[1:]))",
-     "test_chunks_read_together[omeganet-5]"),
+     "test_chunks_read_together[omeganet-3]"),
     ("without a gradient: a stretch begins with the W that the one before it began with", "chunks.py", "                a[0] = a[size]", "                pass",
      "test_chunks_read_together[omeganet-2]"),
     ("chunks of Newton-Schulz read together take turns at the wrong M0", "chunks.py", "memory.cast(m, how.rule.dtype)[None", "memory.cast(m.flip(0), how.rule.dtype)[None",
-     "test_chunks_read_together[atlas, from rest-5]"),
+     "test_chunks_read_together[atlas, from rest-3]"),
     ("gradient of a Newton-Schulz chunk: W of blocks alone", "chunks.py",
      ".view_as(WO[:, 0]).add_(dheld[:, 0, 0])", ".view_as(WO[:, 0]).mul_(0).add_(dheld[:, 0, 0])",
      "test_omega_is_omega_ref[atlas]"),
@@ -6815,7 +6869,7 @@ MUTANTS = [
     ("the first block repeats the one before a pause", "chunks.py", "if rule.muon_every > 1 and not sums:", "if rule.muon_every > 1:",
      "test_atlas_linear_once_in_a_while"),
     ("gradient of a Newton-Schulz chunk: to M0 from the first that reads it", "chunks.py", '.sum(0, dtype=m.dtype).sum(1) for d, m', '[0].sum(1) for d, m',
-     "test_chunks_read_together[atlas, from rest-5]"),
+     "test_chunks_read_together[atlas, from rest-3]"),
     ("a chunk that begins at rest is not read alone", "chunks.py", "return [slice(0, 1)] * first", "return [slice(0, 2)] * first",
      "test_chunks_read_together[from rest, no momentum-1]"),
     ("gradient of a chunk: not through the bound", "chunks.py", "        c[:, 0].mul_(ball)", "        pass",
