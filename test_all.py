@@ -2095,8 +2095,7 @@ def test_chunk_steps_compile_whole(preset, graphs, dtype, monkeypatch):
     made, backend = [], torch._dynamo.lookup_backend(AOT if dtype == "float32" else "eager")
     if preset == "atlas":                                     # what is done with all tokens at once is the same for both
         monkeypatch.setattr(omega_module, "COMPILED", [part for part in omega_module.COMPILED if part[0] is chunks or part[1] == "mixing"])
-    one = dict(memory="linear") if (preset, dtype) == ("atlas", "float32") else {}       # a matrix: atlas with several, which takes twice as long, is below
-    model, x = shaken(small(preset, n_layer=1, momentum=True, ns_steps=2, memory_dtype=dtype, **one)), torch.randint(11, (2, 12))
+    model, x = shaken(small(preset, n_layer=1, momentum=True, ns_steps=2, memory_dtype=dtype)), torch.randint(11, (2, 12))
     limits, empty = [], chunks.empty_like
     if dtype == "bfloat16":                                   # beside fast weights in float32
         model.float()
@@ -2127,8 +2126,7 @@ def test_chunk_of_few_pairs_compiles_whole(monkeypatch):
     plain_again(monkeypatch)
     monkeypatch.setattr(omega_module, "COMPILED", [(omega_module, "pairs_chunk")])
     made, backend = [], torch._dynamo.lookup_backend(AOT)
-    model = shaken(small("atlas", n_layer=1, memory="linear", momentum=False, muon_every=1, ns_steps=2))       # of one matrix: half the time
-    x = torch.randint(11, (2, 12))
+    model, x = shaken(small("atlas", n_layer=1, momentum=False, muon_every=1, ns_steps=2)), torch.randint(11, (2, 12))
     eager = forth_and_back(model, x)
     omega_module.compile_chunks(backend=lambda *graph: made.append(graph) or backend(*graph), fullgraph=True)
     for a, b in zip(forth_and_back(model, x), eager, strict=True):
