@@ -35,6 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
+from functools import partial
 from itertools import count, product, zip_longest
 from pathlib import Path
 from pydoc_data import topics
@@ -73,6 +74,36 @@ def rubbish_is_collected_seldom():
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 100)
+
+
+# the slowest tests: those of torch.compile, and of whole programs
+APART = {"test_chunk_steps_compile_whole", "test_chunk_of_few_pairs_compiles_whole", "test_compiled_recurrences_take_a_tile_at_once", "test_export",
+         "test_compiled_gates_have_no_gradient_in_half_precision", "test_blocks_of_a_transformer_compile_whole", "test_generating_compiles_nothing",
+         "test_what_compiles_only_in_parts_is_still_right", "test_compile_or_no_compiler_the_run_is_the_same", "test_recorded_steps_are_the_same",
+         "test_scripts_from_another_folder_to_an_ascii_pipe", "test_what_stdout_does_not_take", "test_two_processes_train_like_one",
+         "test_bench_prints_tables_and_json", "test_readme_python_runs", "test_every_field_acts_or_is_idle"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_second_core(request):
+    """When all tests run, those of APART run meanwhile in another process; here they wait for it and tell what became of them: a third less time."""
+    items = request.session.items
+    if len(items) < 1000 or "PYTEST_XDIST_WORKER" in os.environ:
+        yield
+        return
+    apart = [item for item in items if item.originalname in APART]
+    argv = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *(item.nodeid for item in apart)]
+    with tempfile.TemporaryFile("w+") as out, subprocess.Popen(argv, stdout=out, stderr=out, cwd=request.config.rootpath) as other:
+        def tell(nodeid):
+            code = other.wait()
+            out.seek(0)
+            said = out.read()
+            if code > 1 or f"FAILED {nodeid}" in said or f"ERROR {nodeid}" in said:
+                pytest.fail(f"in a process of its own:\n{said}", pytrace=False)
+        for item in apart:
+            item.runtest = partial(tell, item.nodeid)
+        yield
+        other.terminate()
 
 
 @pytest.fixture(autouse=True)
