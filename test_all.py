@@ -6383,9 +6383,9 @@ def test_online_table(capsys, monkeypatch):
     monkeypatch.setattr(eval, "one_pass", lambda layer, rule, momentum, k, v: (seen.append(
         (rule.window, momentum, rule.muon_every, tuple(k.shape), rule.chunk, layer.phi.out_dim)), torch.tensor([math.nan, len(seen) / 100, 9.0]))[1])
     flags = "--task online --pairs 3 5 --batch-size 2 --head-dim 4 --features monomial --chunk 4 --muon-every 2 --device cpu".split()
-    assert eval.main(flags) == 0
+    assert eval.main([*flags, "--sketch-dim", "3"]) == 0
     said = capsys.readouterr().out
-    assert "features monomial, chunk 4" in said and "of 2 x N pairs" in said
+    assert "nothing in this run depends on --sketch-dim\n" in said and "features monomial, chunk 4" in said and "of 2 x N pairs" in said
     rows = [line.split() for line in said.splitlines()[-12:]]
     assert [row[3:] for row in rows] == [[f"{(4 * i + j) / 100:.2f}" for j in range(1, 5)] for i in range(12)]      # not the NaN
     for i, (window, momentum, muon, *_) in enumerate(rows):
@@ -7796,6 +7796,7 @@ MUTANTS = [
     ("one pass: a row says another momentum", "eval.py", "MOMENTUM if momentum else '-'", "MOMENTUM if muon else '-'", "test_online_table"),
     ("one pass: the same pairs for every seed", "eval.py", "draws = torch.Generator().manual_seed(args.seed)", "draws = torch.Generator().manual_seed(0)",
      "test_online_table"),
+    ("one pass: flags that do nothing are not named", "eval.py", "    train.warn(args.config, config, math.inf)\n", "", "test_online_table"),
     ("one pass: flags of the network are taken", "eval.py", "name not in OF_RULE", "False", "test_eval_mistakes_are_one_line"),
     ("recall is trained at one rate", "eval.py", "train.lr_scale(step, tc))", "1.0)", "test_mqar_is_trained_as_it_says"),
     ("memory may grow by half", "eval.py", "any(by > 0.05", "any(by > 0.5", "test_stream_tells_growth_and_nan"),
