@@ -198,7 +198,7 @@ def mqar_task(args, device):
 
 # ---- the rule by itself
 
-# the memory of --task online, where no flag says otherwise, and what may be another: nothing of what a network makes of tokens is there
+# the memory of --task online where no flag says otherwise, and the flags that it takes: there is no network around it
 PLAIN = dict(n_head=1, head_dim=32, memory="linear", features="none", chunk=1, muon_every=1, max_norm=0.0)
 OF_RULE = {"head_dim", "memory", "expansion", "memory_norm", "chunk", "muon_every", "ns_steps", "ns_coefficients", "features", "degree", "sketch_dim"}
 STEPS = torch.logspace(-3, 1.5, 25)             # constant inner steps that are tried
@@ -213,9 +213,9 @@ def unit_keys(kind, batch, n, dim, generator):
 
 @torch.no_grad()
 def one_pass(layer, rule, momentum, k, v):
-    """Pairs k, v (B, 1, T, D) are read once by the rule, which forgets nothing and weighs all tokens of a window alike
+    """Pairs k, v (B, 1, T, D) are read once by the rule (Eq 9, 33, 32), which forgets nothing and weighs all tokens of a window alike
 
-    -> for each of STEPS the mean over all pairs of |M(k) - v|^2 / |v|^2, with the memory M after the last one.
+    -> for each of STEPS, as the step of all tokens, the mean over all pairs of |M(k) - v|^2 / |v|^2, with the memory M after the last one.
     """
     B, (k, v) = len(k), (a.repeat(len(STEPS), 1, 1, 1) for a in (k, v))
     one = torch.ones(k.shape[:3], device=k.device)
