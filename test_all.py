@@ -4300,7 +4300,7 @@ def test_one_process_saves(tmp_path, monkeypatch):
 @pytest.mark.parametrize("flags", [["--optimizer", "muon", "--grad-accum", 2], ["--model", "transformer"]])
 def test_stopped_and_resumed_is_bit_equal_to_uninterrupted(text, tmp_path, flags, capsys):
     """Any state missing from the checkpoint (moments, random numbers of dropout, step) shows as a difference; so does
-    a validation that disturbs the training. Step 9 is not a validation step."""
+    a validation that disturbs the training. Step 5 is not a validation step."""
     flags = [*flags, "--steps", 10, "--dropout", "0.2"]
     assert go(text, tmp_path / "a", *flags) == 0
     assert go(text, tmp_path / "b", *flags, "--stop-after", 5) == 0
