@@ -495,7 +495,8 @@ def muon_run(rule, state, parts, B):
 # ---------------------------------------------------------------------------------------------------------------------------
 # Many chunks at a time, and all of them as one step of autograd's.
 
-AT_ONCE = dict(cpu=120_000, cuda=2**24)                       # numbers; measured on a CPU; for a GPU a guess: kernels of some 30 us
+# Numbers; measured on a CPU, where what is compiled has fewer temporaries; for a GPU a guess: kernels of some 30 us
+AT_ONCE = dict(cpu=120_000, compiled=240_000, cuda=2**24)
 
 
 def stretches(parts, weights, alone):
@@ -504,9 +505,9 @@ def stretches(parts, weights, alone):
     Together they share the calls of some fifty operations, but on a CPU a temporary should still be in the cache when it is read: so it is
     to have at most AT_ONCE numbers, of N n rows a chunk, each as long as the widest side of a weight (`lay`).
     """
-    (count, N, n, _), device = parts.v.shape, parts.v.device
+    (count, N, n, _), kind = parts.v.shape, "cuda" if parts.v.is_cuda else "compiled" if Chunks.compiled else "cpu"
     numbers, first = N * n * max(w.shape[-1] for w in weights), int(alone)
-    size = max(1, AT_ONCE.get(device.type, AT_ONCE["cpu"]) // numbers)
+    size = max(1, AT_ONCE[kind] // numbers)
     if Chunks.compiled:                                       # each size is a shape to compile
         size = even(count - first, size)
     return [slice(0, 1)] * first + [slice(j, min(j + size, count)) for j in range(first, count, size)]

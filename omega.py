@@ -717,12 +717,15 @@ def compile_chunks(device=None, **options):
     """torch.compile the loop's body once for all chunks and layers, as all of COMPILED: compiling the loop itself would unroll it, and take
     minutes. device: "cuda" or "cpu", where it is to run [that of a GPU, if there is one]. `options` are torch.compile's.
 
-    Every shape by itself: they are few, and inductor (torch 2.13) gets the strides of some gradients wrong that are to fit all lengths.
+    Every shape by itself: they are few, and inductor (torch 2.13) gets the strides of some gradients wrong that are to fit all lengths. Where a
+    recurrence has no tiles (TILE), `mixing` stays eager: a compiled one would be a product of c times the work (`recur`).
     """
     chunks.Chunks.compiled = True
     chunks.compile_every_shape()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     options = compiler(device, dict(dynamic=False) | options)
     for module, name in COMPILED:
+        if name == "mixing" and device not in TILE:
+            continue
         f = getattr(module, name)
         setattr(module, name, torch.compile(getattr(f, "_torchdynamo_orig_callable", f), **options))

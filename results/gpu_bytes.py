@@ -191,7 +191,7 @@ def main():
     T = args.pop("seq_len") // share
     B = 8 * 1024 // T
     for bound in (chunks.AT_ONCE, omega.PIECE, omega.TILE):
-        bound["cpu"] = bound["cuda"]
+        bound["cpu"] = bound["compiled"] = bound["cuda"]
     muon.exact_products = chunks.exact_products = lambda device: False           # TF32
     triton_helpers.set_driver_to_gpu = lambda: None           # every kernel's source asks for the one that is active
     torch._refs._strength_reduce_integer = lambda n: torch.int32                 # a CPU has no arange of 16 bits
