@@ -6504,7 +6504,7 @@ def test_readme_commands_are_understood():
 def test_readme_names_only_flags_that_exist():
     """A renamed flag whose old name lives on in the README, or in that of the measurements."""
     known = {"--ckpt", "--prompt", "--tokens", "--json", "--part", "--plot", "--mutants", "--help", "--stream", "--task", "--index-url", "--nproc-per-node",
-             "--write", "--length"} | {
+             "--write", "--length", "--pairs", "--vocab"} | {
         train.flag(f.name) for cls in (train.TrainConfig, models.Config) for f in fields(cls)}
     known |= {"--no-" + flag[2:] for flag in known}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README + NOTEBOOK)) <= known
