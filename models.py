@@ -284,8 +284,9 @@ class Memory(nn.Module):
         for W in self.M0:
             if c.memory == "linear":
                 nn.init.zeros_(W)
-            else:                                             # 1 / sqrt(hidden units): so x W is about as long as phi(k)
-                nn.init.normal_(W, std=self.M0[-1].shape[1] ** -0.5)
+            else:                                             # x W as long as 2 phi(k), and little added to k, where no norm undoes it  (choice 10)
+                times = 2.0 if W is not self.M0[-1] else 1.0 if c.memory_norm else 0.25
+                nn.init.normal_(W, std=times * self.M0[-1].shape[1] ** -0.5)
         nn.init.normal_(self.gates.weight, std=0.02)
         keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)       # 0.73 .. 0.998: heads remember for different spans  (choice 16)
         step, others = torch.full((H, 1), -1.0), torch.zeros(H, sum(self.n_gates[2:]))           # 0.27 of its bound; momentum and gate 1/2

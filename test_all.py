@@ -2791,11 +2791,11 @@ def test_starting_values_by_hand(tie):
 
 
 def test_starting_values_of_memories():
-    """Hidden units, as a vector, are about as long as phi(k), whatever the memory."""
-    for preset in ("atlas", "atlas++"):
+    """Hidden units, as a vector, are about twice as long as phi(k), whatever the memory; what they add to k is small, unless it is normalised."""
+    for preset, last in (("atlas", 0.25), ("atlas++", 0.25), ("dla", 1.0)):
         layer = models.build(preset, n_layer=1, n_head=4, expansion=4).blocks[0].mixer
-        for W in layer.M0:
-            assert W.std().item() == pytest.approx(64 ** -0.5, rel=0.05)         # 4 x 16 hidden units
+        for W, times in zip(reversed(layer.M0), (last, 2.0, 2.0)):
+            assert W.std().item() == pytest.approx(times * 64 ** -0.5, rel=0.05)                                   # 4 x 16 hidden units
         assert layer.conv.std().item() == pytest.approx(0.5, rel=0.1)            # as random filters, the best start of those tried
         keep, step, momentum, *gate = layer.gates.bias.view(4, -1).T.sigmoid()
         assert keep.tolist() == pytest.approx([1 / (1 + math.exp(-b)) for b in (1, 8 / 3, 13 / 3, 6)])             # heads remember for different spans
@@ -4674,7 +4674,7 @@ def test_two_processes_train_like_one(text, tmp_path, capsys, monkeypatch):
     assert not [line for line in quiet.splitlines() if not line.startswith("[Gloo]")]             # torch 2.10 tells of connections
     one, two = rows(tmp_path / "one", "step", "loss", "val", "grad_norm"), rows(tmp_path / "two", "step", "loss", "val", "grad_norm")
     for a, b in zip(one, two, strict=True):
-        assert [float(x or 0) for x in a] == pytest.approx([float(x or 0) for x in b], rel=2e-4)
+        assert [float(x or 0) for x in a] == pytest.approx([float(x or 0) for x in b], rel=1e-3)
 
 
 def test_a_signal_that_two_processes_have_had_is_one_signal(monkeypatch):
@@ -7217,8 +7217,10 @@ MUTANTS = [
     ("samples with dropout", "train.py", "model.eval().generate(", "model.generate(", "test_writing_is_without_dropout"),
     ("a sample is for its own terminal", "machine.py", 'sys.stdout.reconfigure(errors="replace")',
      "pass", "test_a_sample_with_letters_that_the_terminal_has_not"),
-    ("M0 of the size of its features", "models.py", "std=self.M0[-1].shape[1] ** -0.5",
-     "std=self.M0[0].shape[1] ** -0.5", "test_starting_values_of_memories"),
+    ("M0 of the size of its features", "models.py", "std=times * self.M0[-1].shape[1] ** -0.5",
+     "std=times * self.M0[0].shape[1] ** -0.5", "test_starting_values_of_memories"),
+    ("M0 adds much to what it reads", "models.py", "else 0.25\n", "else 1.0\n", "test_starting_values_of_memories"),
+    ("what a norm undoes begins small", "models.py", "else 1.0 if c.memory_norm else 0.25", "else 0.25", "test_starting_values_of_memories"),
     ("tied embeddings are small", "models.py", "x = x * self.config.n_embd ** 0.5", "x = x / self.config.n_embd ** 0.5", "test_tie_is_one_matrix"),
     ("--seed of mqar is of the sequences alone", "eval.py", "    torch.manual_seed(args.seed)\n    for n", "    for n",
      "test_seed_of_mqar_reaches_weights_and_sequences"),
