@@ -4674,7 +4674,7 @@ def test_two_processes_train_like_one(text, tmp_path, capsys, monkeypatch):
     assert not [line for line in quiet.splitlines() if not line.startswith("[Gloo]")]             # torch 2.10 tells of connections
     one, two = rows(tmp_path / "one", "step", "loss", "val", "grad_norm"), rows(tmp_path / "two", "step", "loss", "val", "grad_norm")
     for a, b in zip(one, two, strict=True):
-        assert [float(x or 0) for x in a] == pytest.approx([float(x or 0) for x in b], rel=1e-3)
+        assert [float(x or 0) for x in a] == pytest.approx([float(x or 0) for x in b], rel=2e-3)
 
 
 def test_a_signal_that_two_processes_have_had_is_one_signal(monkeypatch):
