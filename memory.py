@@ -21,7 +21,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words; shapes in 
     gate       gamma_i^(t)  theta_t     weight of the i-th window token at step t: `window` values a token
     window     c            1           tokens the Omega rule looks back on
     chunk      b            b           tokens that share one gradient point
-    degree     p            1           polynomial degree of phi
+    degree     p            -           polynomial degree of phi
 
     B batch   H heads   N = B H   T tokens   D head dim   E = dim of phi(k)
     c tokens of a chunk (the paper's c is `window`)   n pairs that a chunk learns from
@@ -51,8 +51,8 @@ def shapes(kind, e, width, d):
 
 
 def apply(kind, W, x, r, norm=False):
-    """M(x; W): x (..., T, E), residual r (..., T, D) -> (..., T, D); `norm` divides what a deep memory has by its RMS, before the residual
-    (choice 11). ValueError for an unknown kind."""
+    """M(x; W): x (..., T, E), residual r (..., T, D) -> (..., T, D); `norm` divides the output of a deep memory's last matrix by its
+    RMS, before the residual is added (choice 11). ValueError for an unknown kind."""
     if kind == "linear":
         f = x @ W[0]
     elif kind == "mlp":
@@ -78,7 +78,7 @@ def loss(kind, y, v):
     if kind == "dot":
         return -(y * v).sum()                                                    # Eq 19, with the sign that writes + v k^T
     if kind == "huber":
-        return F.huber_loss(y, v, reduction="sum")                               # MIRAS, Yaad
+        return F.huber_loss(y, v, reduction="sum")                               # coordinate by coordinate; MIRAS, Yaad (bends with |y - v|)
     if kind == "lp":
         return (y - v).abs().pow(LP).sum() / LP                                  # the q-Omega rule, after Eq 9; MIRAS, Moneta
     raise ValueError(f"no loss {kind!r}")
@@ -192,8 +192,8 @@ class Recomputed(NamedTuple):
 def gradients_again(kind, W, x, saved):
     """The pairs again, from what `gradients` saved: to compute them takes no longer than to load them would. -> Recomputed
 
-    Also slope = dh/dz and bend = g d(slope)/dz, all that gradients_backward needs of the activations h. Of `gated`, h = gelu(z) u, both
-    have a half for z and one for u: slope [gelu' u | gelu], bend [g gelu'' u | g gelu'], the second for z and u (u and u: 0).
+    Also slope = dh/dz and bend = g d(slope)/dz, all that gradients_backward needs of the activations h. Of `gated`, h = gelu(z) u, both have
+    two halves: slope [gelu' u | gelu], by z and by u; bend [g gelu'' u | g gelu'], by z twice and by z and u (by u twice it is 0).
     """
     z, f, e = saved
     if kind == "linear":

@@ -83,7 +83,7 @@ class Config:
     ns_straight_through: bool = opt(False, "send the outer gradient past Newton-Schulz instead of through it")
     features: str = opt("monomial", "feature map phi of keys and queries", choices=FEATURES)
     degree: int = opt(2, "polynomial degree of phi (the paper's p)", low=1)
-    sketch_dim: int = opt(64, "features of the sketch of degree 2, for --features sketch")
+    sketch_dim: int = opt(64, "features of the sketch of degree 2, for --features sketch", low=1)
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
     forget: str = opt("start", "what is forgotten: all that was written since M0, or (zero, as printed) M0 too",
                       choices=("start", "zero"))
@@ -212,7 +212,8 @@ def at_least_float32(x):
 
 
 def init_apart(layer):
-    """Starting values for a layer in a model of your own: all zeros are dead. LM draws again, with the seed where it was."""
+    """Starting values for a layer in a model of your own (zeros would never learn); torch's random numbers go on as if none had been drawn for them
+    but one. An LM draws all again."""
     device = next(layer.parameters()).device
     cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if cuda else []):
@@ -253,9 +254,9 @@ class Memory(nn.Module):
             +-- gates -- keep, step, momentum, gate -----------------------+                                              * -- out -- y
             +-- out_gate -- SiLU -----------------------------------------------------------------------------------------+
 
-    With `muon`, what a token writes is read from the next block of `muon_every` > 1 tokens (at most `chunk`) on: a sequence of no more reads M0 alone
-    (with forget="zero" what keep leaves of it), and keys, values and the other gates get no gradient. For short sequences take muon=False, or a small
-    muon_every.
+    With `muon` and a `muon_every` above 1 (at most `chunk`) what a token writes is first read in the next block of `muon_every` tokens. A sequence of
+    at most `muon_every` tokens reads M0 alone (with forget="zero" what keep leaves of it), and its keys, values and other gates get no gradient: for
+    short sequences take muon=False, or a small muon_every.
     """
     conv_width = 4
 
@@ -326,9 +327,25 @@ class Memory(nn.Module):
         inner = omega.start(self.config.rule(), self.phi, list(self.M0), len(x), momentum=self.config.momentum)
         return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, 3 * self.config.n_head * self.config.head_dim))
 
+    def check_state(self, state):
+        """ValueError if this memory's matrices are not those of an omega.State, its chunk ends before it, or its window is too short for it.
+
+        Rows are not compared with `exp` features, whose first matrices have one for every key of a text.
+        """
+        step = 2 if self.config.features == "exp" else 1
+        own, its = ([tuple(w.shape[-3::step]) for w in W] for W in (self.M0, state.W))
+        if own != its:
+            raise ValueError(f"the state is of another memory: the sizes of its matrices are {its}, not {own}")
+        if state.pos >= self.config.chunk:
+            raise ValueError(f"the state ends {state.pos} tokens into a chunk, which a chunk of {self.config.chunk} does not have")
+        if state.k.shape[2] >= self.config.window:
+            raise ValueError(f"the state holds {state.k.shape[2]} tokens for its window, of which a window of {self.config.window} has no use")
+
     def forward(self, x, state=None):
-        """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_batch`."""
+        """(B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_batch` and `check_state`."""
         check_batch(x, state, MemoryState, least=1)
+        if state:
+            self.check_state(state.rule)
         state = state or self.start(x)
         q, k, v, tail = self.make_qkv(self.qkv(x), state.conv)
         with memory.autocast(x.device):                       # fast weights stay float32: in bfloat16 a keep of 0.999 is 1
@@ -488,10 +505,14 @@ class Attention(nn.Module):
         return self.k_norm(k), v
 
     def forward(self, x, state=None, prefix=None):
-        """(B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState. ValueError as `check_batch`."""
+        """(B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState. ValueError as `check_batch`,
+        and for a state with other heads.
+        """
         check_batch(x, state, AttentionState)
         T, w = x.shape[1], self.config.attn_window
         q, k, v = self.project(x)
+        if state and state.k.shape[1::2] != k.shape[1::2]:
+            raise ValueError(f"the state is of {state.k.shape[1]} heads of {state.k.shape[3]}, this attention has {k.shape[1]} of {k.shape[3]}")
         pos = state.pos if state else 0
         q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)                              # choice 17
         if state:
@@ -728,8 +749,8 @@ class LM(nn.Module):
     def forward(self, tokens, state=None):
         """tokens (B, T) integers, state from an earlier call or None -> logits (B, T, vocab_size), state after the last token.
 
-        Any split of a sequence over calls gives the logits of the whole, to rounding. ValueError for tokens of another shape, and for a state of
-        another model.
+        Any split of a sequence over calls gives the logits of the whole, to rounding. ValueError for tokens of another shape, and for a state that
+        another model has left, as far as its shapes tell.
         """
         if tokens.dim() != 2:
             raise ValueError(f"tokens are (B, T), not {tuple(tokens.shape)}; for one sequence: tokens[None]")

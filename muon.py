@@ -60,9 +60,9 @@ def newton_schulz(S, steps=5, coefficients="muon", straight_through=False, dtype
     """NS(S), an odd polynomial of S with the singular vectors of S: (..., m, n) -> (..., m, n), any leading dimensions.
 
     S may be a tuple of such stacks, of any shapes: those that are iterated on their Gram matrices (`plan`) share one iteration if they have the
-    same short side. Scale invariant: NS(c S) = NS(S) for c > 0, but |S|^2 has to fit the dtype; NS(0) = 0 with zero gradient. Zero is what has
-    an |S|^2 below `least_square`, of stacks that share an iteration that of the largest: in float32 entries with a root mean square below
-    3.4e-18 (in float16 also an |S| below 3.1e-5). The outer gradient goes through (choice 14),
+    same short side. Scale invariant: NS(c S) = NS(S) for c > 0, but |S|^2 has to fit the dtype; NS(0) = 0 with zero gradient. S counts
+    as zero where |S|^2 is below `least_square` (of stacks that share an iteration: that of the largest): in float32 entries with a root mean square
+    below 3.4e-18 (in float16 also an |S| below 3.1e-5). The outer gradient goes through (choice 14),
     or with `straight_through` past the iteration as if NS(S) were S / |S|_F. `dtype`: that of the iteration, if not that of S. Raises
     ValueError for unknown coefficients, and for less than one step. (The memory calls `orthogonalize` and its gradient: chunks.py; the outer
     optimizer calls this: train.Muon.)
@@ -327,7 +327,7 @@ def newton_schulz_of_pairs(G, D, least, steps=5, coefficients="muon"):
         H = D D^T,   |S|^2 = sum of G o H,   then `steps` times   B = K H K^T G,   K <- a K + (b B + c B^2) K
 
     K and B are polynomials of H G, so fewer products would do, on powers of it; but it is not symmetric, and its rounding would grow a
-    millionfold. So each step looks at what the one before it has made. Where pairs cancel rounding grows, too, with the cube of how far, and by
+    millionfold. So each step looks at what the one before it has made. Where pairs cancel to 1 / r of their size rounding grows as r^3, and by
     a^2 a step: G and D should be in float64, `steps` few (`few_steps`), and an S below a thousandth of its pairs counts as one of that norm, which
     gives less than NS(S). An |S|^2 of at most `least` (`least_square`) counts as zero. Errors as of `newton_schulz`; the gradient is autograd's.
     """

@@ -18,14 +18,20 @@ products a chunk: at a fixed anchor a token's gradient is x^T d, so
     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i        P = -A diag(step) Theta Gate,  u = -A diag(step) momprod         Eq 16, 39
     r_t W_t = keepprod * (R W_0) + u * (R S_0) + (P o (R X^T)) D    for all rows r_t at once: attention with P for a softmax (+ R M0, choice 21)
 
-with A[t, s] = prod keep_{s+1..t}, Theta[t, s] = prod momentum_{s+1..t}; keepprod_t and momprod_t are the products from the chunk's first
-token to t, W_0 and S_0 one matrix and its momentum before the chunk (not W[0], the first matrix of a memory, nor M0, where a text began),
-r_t, x_i and d_i the rows of R, X and D (in this formula alone not the head dim), and o multiplies elementwise; gate[t, i] weighs pair i in
-step t, which the tensor `gate` has at [t, window - 1 - (t - i)]. (The paper's letters are others: its u_i in Eq 34 - 38 is x_i^T d_i here, its
-beta_t momprod_t, its G the gradients themselves. u here, and G below, are numbers that multiply them.)
+with
+
+    A[t, s], Theta[t, s]      products of keep, of momentum, over tokens s + 1 .. t
+    keepprod_t, momprod_t     the same from the chunk's first token to t
+    W_0, S_0                  one matrix and its momentum before the chunk (W[0] is the first matrix of a memory, M0 where a text began)
+    r_t, x_i, d_i             rows of R, X and D (in this formula alone not the head dim); o multiplies elementwise
+    Gate[t, i]                weighs pair i in step t; the tensor `gate` has it at [t, window - 1 - (t - i)]
+
+(The paper's letters are others: its u_i in Eq 34 - 38 is x_i^T d_i here, its beta_t momprod_t, its G the gradients themselves. u here, and G below,
+are numbers that multiply them.)
 
 No per-token weight is formed. With Newton-Schulz there are two matrices a block of m tokens: W_j, the W before it, and O_j, the NS of the sum
-over the block before it (m = 1: of its own S_t). So r_t W_t = since_t (r_t W_j) + own_t (r_t O_j), two products for a whole block. Where m = 1 and
+over the block before it (m = 1: of its own S_t). So r_t W_t = since_t (r_t W_j) + own_t (r_t O_j), two products for a whole block: since_t is the
+product of keep from the block's first token to t, own_t minus the sum of the block's steps, each faded up to t. Where m = 1 and
 there is no momentum S_t is a sum of `window` pairs x^T d, and so is its NS: attention again, if the window is short (`pairs_chunk`).
 
 P for c = 3, window = 2, no momentum, and a pair 0 from before the chunk (k, s, g for keep, step, gate): each row is the one above times
@@ -96,9 +102,9 @@ class Rule(NamedTuple):
 
 class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network; see the table in memory.py."""
-    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; its gradient is off by rounding / keep (`decay`), at 0 incomplete (`log`)
+    keep: torch.Tensor                                        # (B, H, T) in (0, 1]; the gradient's rounding grows as 1 / keep (`decay`); at 0 a part is missing (`log`)
     step: torch.Tensor                                        # (B, H, T)
-    momentum: torch.Tensor | None                             # (B, H, T) in (0, 1); at 0 its gradient is incomplete (`log`); None: no momentum
+    momentum: torch.Tensor | None                             # (B, H, T) in (0, 1); at 0 a part of its gradient is missing (`log`); None: no momentum
     gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
 
 

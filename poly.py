@@ -72,8 +72,8 @@ class Degree2(torch.autograd.Function):
 class Monomials(torch.autograd.Function):
     """All products of p factors out of (1, x), each once, times scale[its degree] * root: (..., n, T) -> (..., E, T), n = 1 + D.
 
-    x has ones in its first row. The products that begin with factor i are factor i times those of p - 1 factors from i on, which are
-    the last ones of their list: n broadcast products a degree. Feature-major, so that they run along the T tokens; gathers, or
+    x has ones in its first row. The products of p factors that begin with x_i are x_i times those of p - 1 factors out of x_i, x_{i+1}, ..,
+    which are the last ones of the shorter list: n broadcast products a degree. Feature-major, so that they run along the T tokens; gathers, or
     matrix products with one-hot matrices, take longer on a CPU. Differentiable once, in x and scale.
     """
 
@@ -136,7 +136,7 @@ class Features(nn.Module):
 
     kind     one of FEATURES                          degree      p >= 1, for monomial and elementwise
     sketch_dim  features of the degree-2 sketch       seed        of the sketch's fixed random matrices, the same in every layer
-    ValueError for an unknown kind, and for a degree below 1.
+    ValueError for an unknown kind, a degree below 1, and a sketch without features of degree 2.
     """
 
     def __init__(self, kind, dim, degree=2, sketch_dim=0, seed=0):
@@ -145,6 +145,8 @@ class Features(nn.Module):
             raise ValueError(f"unknown features {kind!r}; choose one of {', '.join(FEATURES)}")
         if degree < 1:
             raise ValueError(f"the degree of features is at least 1, not {degree}")
+        if kind == "sketch" and sketch_dim < 1:
+            raise ValueError(f"the sketch_dim of features is at least 1, not {sketch_dim}")
         self.kind, self.dim, self.degree = kind, dim, degree
         self.out_dim = features_dim(kind, dim, degree, sketch_dim)
         if kind in ("elementwise", "monomial", "sketch"):
@@ -171,14 +173,13 @@ class Features(nn.Module):
     def _apply(self, fn, recurse=True):
         """Module.to, .cuda, ..; after Module.to_empty the tables, which no checkpoint has, are filled again."""
         super()._apply(fn, recurse)
-        if self.kind == "monomial":
-            for table, values in zip((self.degrees, self.multinomial), monomial_table(self.dim, self.degree)):
-                table.copy_(values)
+        if self.kind == "monomial":                           # others: a backward may still need those it has
+            self.move_tables(self.degrees.device)
         return self
 
     @torch.inference_mode(False)                              # or training could not use what text being generated has moved
     def move_tables(self, device):
-        """To where phi is used, if nothing else did (`_apply`)."""
+        """The tables anew, on this device."""
         tables = zip((self.degrees, self.multinomial), monomial_table(self.dim, self.degree))
         self.degrees, self.multinomial = (values.to(device, table.dtype) for table, values in tables)
 

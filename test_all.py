@@ -2264,6 +2264,18 @@ def test_tables_follow_what_phi_is_used_on():
     assert phi.scale.grad.abs().max() < 1e-12
 
 
+def test_a_model_may_be_moved_before_its_gradient():
+    """`model.to(device)` between loss and backward: its tables were written anew, in their place, and the backward was refused."""
+    model, x = small("omeganet"), torch.randint(11, (2, 9))
+    model.loss(x[:, :-1], x[:, 1:]).backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = model.loss(x[:, :-1], x[:, 1:])
+    model.to("cpu")
+    loss.backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), want))
+
+
 def test_a_run_on_a_cpu_leaves_the_gpu_alone(tmp_path, monkeypatch):
     """--device cpu beside a GPU that somebody else has for himself: a traceback at the first checkpoint, after the training."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -2542,6 +2554,8 @@ def test_bad_arguments():
         gates = Gates(one, one, None if with_S else one, one[..., None])
         with pytest.raises(ValueError, match="momentum"):
             fn(rule, phi, q, q, q, gates, start(rule, phi, [randn(1, 3, 3)], 1, momentum=with_S))
+    with pytest.raises(ValueError, match="sketch_dim of features is at least 1, not 0"):
+        Features("sketch", 8)
     with pytest.raises(ValueError, match="degree"):
         Features("monomial", 3, 0)
 
@@ -2622,6 +2636,24 @@ def test_a_state_of_another_model():
         models_["memory"](tokens, states["memory"][0])
 
 
+@pytest.mark.parametrize("other, more, message", [
+    ("omeganet", dict(memory="linear"), "another memory"), ("omeganet", dict(memory="gated"), "another memory"), ("omeganet", dict(expansion=3), "another memory"),
+    ("omeganet", dict(n_head=4, head_dim=2), "another memory"), ("omeganet", dict(features="none"), "another memory"),
+    ("omeganet", dict(chunk=2), "ends 2 tokens into a chunk"), ("omeganet", dict(window=2), "holds 2 tokens for its window"),
+    ("dot", dict(features="none"), "another memory"), ("dot", dict(expansion=3), "another memory"), ("dot", {}, ""),
+    ("dot", dict(memory="gated"), "another memory"),
+    ("omeganet", dict(chunk=8, window=5), ""), ("transformer", dict(n_head=4, head_dim=2), "2 heads of 4, this attention has 4 of 2"),
+    ("transformer", {}, "")])
+def test_a_state_of_another_layer(other, more, message):
+    """An MLP's state in a linear memory: its first matrix was read, in silence; one six tokens into a chunk, where chunks have three: the fast path
+    and the reference then differ by 0.2; else sizes that do not match, deep inside."""
+    shape = dict(n_head=2, head_dim=4, chunk=4, window=3)
+    tokens = torch.randint(11, (2, 6))
+    _, state = small(other, **shape)(tokens)
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        small(other, **{**shape, **more})(tokens, state)
+
+
 @every_preset
 def test_projections_may_be_wrapped(preset):
     """LoRA has no out_features, and a quantized layer's weight is a method: both were asked for."""
@@ -2681,7 +2713,7 @@ def test_models_py_prints_the_models_of_the_paper(monkeypatch, capsys):
 @pytest.mark.parametrize("cls", [models.Config, train.TrainConfig])
 def test_every_choice_and_every_least_number_is_checked(cls):
     """A field that has lost its choices takes any name for the last of them, and one without its least number fails somewhere inside."""
-    free = {"persistent", "sketch_dim", "attn_window", "mlp_hidden", "head_dim", "stop_after", "seed", "warmup", "eval_windows",
+    free = {"persistent", "attn_window", "mlp_hidden", "head_dim", "stop_after", "seed", "warmup", "eval_windows",
             "sample_tokens", "threads"}
     text = {"data", "out", "init"}
     for f in fields(cls):
@@ -7601,6 +7633,16 @@ MUTANTS = [
     ("a projection has a weight", "models.py", "x.to(self.M0[0].dtype)", "x.to(self.gates.weight.dtype)",
      "test_projections_may_be_wrapped[omeganet]"),
     ("a state of another model", "models.py", "if not isinstance(state, kind):", "if False:", "test_a_state_of_another_model"),
+    ("a state of other matrices", "models.py", "if own != its:", "if False:", "test_a_state_of_another_layer"),
+    ("a state of a text of another length is refused, with exp features", "models.py", "step = 2 if", "step = 1 if",
+     "test_a_state_of_another_layer"),
+    ("a state beyond a chunk's end", "models.py", "if state.pos >= self.config.chunk:", "if False:", "test_a_state_of_another_layer"),
+    ("a state of a longer window", "models.py", "if state.k.shape[2] >= self.config.window:", "if False:", "test_a_state_of_another_layer"),
+    ("a state of other attention heads", "models.py", "if state and state.k.shape[1::2] != k.shape[1::2]:", "if False:", "test_a_state_of_another_layer"),
+    ("tables written in their place", "poly.py", "            self.move_tables(self.degrees.device)\n", "            [a.copy_(b) for a, b in "
+     "zip((self.degrees, self.multinomial), monomial_table(self.dim, self.degree))]\n", "test_a_model_may_be_moved_before_its_gradient"),
+    ("a sketch of degree 1", "poly.py", 'if kind == "sketch" and sketch_dim < 1:', "if False:", "test_bad_arguments"),
+    ("a sketch of degree 1, by a flag", "models.py", "for --features sketch\", low=1)", "for --features sketch\")", "test_every_choice_and_every_least_number_is_checked"),
     ("a state of fewer layers", "models.py", "if len(state) != len(self.blocks):", "if False:", "test_a_state_of_another_model"),
     ("a tuple of rows", "models.py", "rows = [*rows] if isinstance(rows, tuple) else rows", "pass",
      "test_select_of_lists_slices_and_single_numbers"),
@@ -7672,7 +7714,7 @@ MUTANTS = [
     ("a --model that no part takes", "bench.py", "if args.model and args.part and not", "if not args.part and not", "test_bench_mistakes_are_one_line"),
     ("TF32 allowed in the newer way", "muon.py", "    except RuntimeError:", "    except KeyError:", "test_precision_set_in_torchs_newer_way"),
     ("a CPU's precision for a GPU", "muon.py", "torch.backends.cuda if device", "torch.backends.mkldnn if device", "test_precision_set_in_torchs_newer_way"),
-    ("tables after to_empty", "poly.py", "                table.copy_(values)", "                pass", "test_models_that_begin_on_the_meta_device[omeganet-more10]"),
+    ("tables after to_empty", "poly.py", "            self.move_tables(self.degrees.device)", "            pass", "test_models_that_begin_on_the_meta_device[omeganet-more10]"),
     ("init leaves norms", "models.py", "            elif isinstance(m, (Norm, Features)):\n                m.init()\n", "",
      "test_models_that_begin_on_the_meta_device"),
     ("plain tensors in the place of M0 are cut off", "models.py", "mapped(state, cut, lambda m: m if m.is_leaf else m.detach())", "mapped(state, cut, torch.Tensor.detach)",
