@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from machine import Halt, Parser, UserError, exit_code
+from machine import Halt, Parser, UserError, claim, exit_code, tell
 
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -184,16 +184,16 @@ def _shakespeare(path):
         data = _download()
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        _say(f"data: cannot download tiny Shakespeare ({reason}); using pydoc, Python's own help text, instead "
+        tell(f"data: cannot download tiny Shakespeare ({reason}); using pydoc, Python's own help text, instead "
              f"(for Shakespeare, put it at {path})")
         return _pydoc(), "pydoc"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
             temporary.write_bytes(data)
-        _say(f"data: downloaded tiny Shakespeare to {path}")
+        tell(f"data: downloaded tiny Shakespeare to {path}")
     except OSError as error:                            # a read-only folder is no reason not to train
-        _say(f"data: downloaded tiny Shakespeare, but could not keep it at {path}: {error.strerror}")
+        tell(f"data: downloaded tiny Shakespeare, but could not keep it at {path}: {error.strerror}")
     return _decode(data, path), "shakespeare"
 
 
@@ -223,10 +223,6 @@ def _pydoc():
     except ImportError:                                 # some distributions split the standard library
         raise UserError("this Python comes without pydoc_data; give a text of your own with --data FILE") from None
     return "\n".join(topics[name] for name in sorted(topics))
-
-
-def _say(line):
-    print(line, file=sys.stderr, flush=True)
 
 
 # ---- tokenizers
@@ -403,7 +399,7 @@ def tokenizer_from_state(state):
 def _gpt2_tokens():
     tiktoken = _tiktoken()
     # tiktoken sets no timeout: behind a firewall that drops packets this can take minutes, hence the line before it
-    _say("tokenizer: asking tiktoken for GPT-2's vocabulary, a 1.5 MB download unless cached (Ctrl-C to give up)")
+    tell("tokenizer: asking tiktoken for GPT-2's vocabulary, a 1.5 MB download unless cached (Ctrl-C to give up)")
     try:
         bpe = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:              # requests' errors are OSErrors; ValueError is a wrong hash
@@ -459,7 +455,7 @@ class Tokens:
         for path in paths:
             part = _token_file(path)
             if len(part) > 2**29:
-                _say(f"data: reading all {len(part):,} ids of {path} once, to check them")
+                tell(f"data: reading all {len(part):,} ids of {path} once, to check them")
             greatest = 0
             for i in range(0, len(part), BLOCK):
                 block = np.asarray(part[i: i + BLOCK])
@@ -504,18 +500,18 @@ def make_token_files(name, kind, out):
     Raises UserError for what split and, of files and folders, load_text refuse, and where such a file is already.
     """
     tokenizer, out = make_tokenizer(kind, ""), Path(out)
-    for path in (out / "train.bin", out / "val.bin"):
-        if path.exists():
-            raise UserError(f"{path} is already there; give another --out")
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as folder:
+    with claim(out), tempfile.TemporaryDirectory(dir=out) as folder:
+        for path in (out / "train.bin", out / "val.bin"):
+            if path.exists():
+                raise UserError(f"{path} is already there; give another --out")
         train, val, n = Path(folder, "train.bin"), Path(folder, "val.bin"), 0
         with open(train, "wb") as file:
             for piece in _pieces(name):
                 ids = tokenizer.encode(piece)
                 ids.astype("<u2").tofile(file)
                 n += len(ids)
-                _say(f"data: {n:,} ids")
+                tell(f"data: {n:,} ids")
         cut = len(split(range(n))[0])
         with open(train, "rb") as every, open(val, "wb") as file:
             every.seek(2 * cut)
@@ -523,7 +519,7 @@ def make_token_files(name, kind, out):
         os.truncate(train, 2 * cut)
         os.replace(val, out / "val.bin")
         os.replace(train, out / "train.bin")
-    _say(f"{cut:,} ids to train, {n - cut:,} to validate; python train.py --data {shlex.quote(str(out))} --tokenizer {kind}")
+    tell(f"{cut:,} ids to train, {n - cut:,} to validate; python train.py --data {shlex.quote(str(out))} --tokenizer {kind}")
 
 
 # ---- batches

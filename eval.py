@@ -4,7 +4,8 @@
                                                     50,000 tokens in one stream: no NaN, and memory flat where the
                                                     state does not hold every token, or exit code 1
     python eval.py --ckpt out --stream 1000000      the same with a stream of a million tokens
-    python eval.py --ckpt out --no-write            the same where the memory stays as it begins: what is it worth?
+    python eval.py --ckpt out --no-write            the same where the memory stays as it begins (with --forget zero it
+                                                    fades): what is it worth?
     python eval.py --task mqar --model atlas        train a small model to recall four pairs that it saw once
     python eval.py --task mqar --model titans --window 4 --pairs 2 4     any preset, nearly any field of models.Config
     python eval.py --task online                    what a window, momentum and Newton-Schulz do for pairs that are read once: the
@@ -133,7 +134,7 @@ def stream(model, ids, n):
             base = base or now                  # by the first tenth all buffers are there
             speed = seen / (time.perf_counter() - began)
             say(f"  {seen:9,}  {total / seen:10.4f}  {speed:8,.0f}  {now[0] / 2**20:12,.1f}  {now[1]:11,}")
-    growth = [after / before - 1 for before, after in zip(base, now)]
+    growth = [(after - before) / max(before, 1) for before, after in zip(base, now)]     # of attention to one token no state is left
     say(f"since the first tenth: resident memory {growth[0]:+.1%}, state {growth[1]:+.1%}")
     if train.holds_all(model.config):
         say("the state of this model holds every token, so it grows with the stream")

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -75,6 +75,12 @@ def say(text=""):
         nobody_reads()
 
 
+def tell(text=""):
+    """A line on stderr, for those who read it: nothing is lost where nobody does."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def nobody_reads():
     """What is still to be printed goes nowhere; else it would fail again, and once more at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -102,6 +108,8 @@ def exit_code(task, stopped="stopped", more_memory="take less at a time"):
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
+    if sys.stderr is None:                                    # it is closed, and print would take stdout for it
+        sys.stderr = open(os.devnull, "w")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")              # a sample may hold letters that the terminal has not
     UNSAID.clear()
@@ -127,7 +135,7 @@ def exit_code(task, stopped="stopped", more_memory="take less at a time"):
         else:
             raise
         code = 1
-    print(f"error: {message}", file=sys.stderr)
+    tell(f"error: {message}")
     try:
         print(end="", flush=True)                             # what stdout did not take, it would not take at exit either
     except OSError:
@@ -136,6 +144,29 @@ def exit_code(task, stopped="stopped", more_memory="take less at a time"):
 
 
 # ---- processes and signals
+
+@contextmanager
+def claim(folder):
+    """Lets one program at a time write to the folder: two would overwrite each other's files. -> Is that sure? Windows, and some network
+    disks, have no such locks. UserError where another program is at it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield False
+        return
+    lock, sure = os.open(folder, os.O_RDONLY), False          # it ends with the process, however that ends
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                sure = True
+            except BlockingIOError:
+                raise UserError(f"another run is writing to --out {folder}; choose another folder, or wait for it to end") from None
+        yield sure
+    finally:
+        os.close(lock)
+
 
 def rank():
     """The number of this process, of those that torchrun has started; the first one, 0, is the one that talks and writes."""

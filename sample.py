@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from machine import Halt, Parser, UserError, at_least, exit_code, pick_device, tune_cpu
+from machine import Halt, Parser, UserError, at_least, exit_code, pick_device, tell, tune_cpu
 from train import continue_text, encode_prompt, load_checkpoint, rebuild
 
 
@@ -83,7 +83,7 @@ def speak(args):
     model, tokenizer = rebuild(ckpt)
     model.to(device)
     ids = encode_prompt(tokenizer, prompt)
-    print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
+    tell(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}")
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=torch.Generator(device).manual_seed(args.seed))
     for i in range(args.num):
         if i:
@@ -93,7 +93,7 @@ def speak(args):
             for piece in until(args.stop, continue_text(model, tokenizer, ids, args.tokens, **how)):
                 write(piece)
         except KeyboardInterrupt:
-            print(file=sys.stderr)                            # not behind the text
+            tell()                                            # not behind the text
             raise
         except RuntimeError as fault:
             if "probability tensor" in str(fault):            # torch.multinomial's

@@ -4388,6 +4388,9 @@ def test_resume_of_a_finished_run_does_nothing(copy, text, capsys):
     torch.save(ckpt, copy / "ckpt.pt")
     for flag, value in (("--stop-after", 3), ("--minutes", 1e-9)):
         assert go(text, copy, "--resume", flag, value) == 0 and f"the end by {flag};" in capsys.readouterr().out
+    ckpt["train"].update(warmup=10)                           # longer than the steps that are asked for, and no flag could change it
+    torch.save(ckpt, copy / "ckpt.pt")
+    assert train.main(["--resume", "--out", str(copy), "--steps", "7"]) == 0 and "12 of 7 steps" in capsys.readouterr().out
 
 
 def test_the_same_command_resumes(text, tmp_path, capsys):
@@ -4418,7 +4421,7 @@ def test_resume_refuses_other_settings_and_names_them(copy, text, capsys):
                            ("batch_size", 2, 4), ("tokenizer", "char", "byte"), ("muon", True, False)):
         argv = [train.flag(name), now] if name != "muon" else ["--no-muon"]
         said = refused(capsys, train.main, "--resume", "--out", copy, *argv)
-        assert train.flag(name) in said and str(was) in said and str(now) in said
+        assert train.flag(name) in said and str(was) in said and str(now) in said and f"--init {copy}/ckpt.pt --out FOLDER" in said
     said = refused(capsys, train.main, "--resume", "--out", copy, "--eval-every", 0)
     assert said.startswith("error: --eval-every") and "version" not in said      # a mistake in a flag, not in the checkpoint
     assert contents(copy) == before
@@ -4798,10 +4801,26 @@ def test_a_run_outlives_its_reader(monkeypatch):
     monkeypatch.setattr(os, "write", closed)
     monkeypatch.setattr(machine, "nobody_reads", lambda: silenced.append(True))
     machine.say("a line")
+    machine.tell("a line")
     stop = machine.StopOnSignal()
     stop.signal = 0
     stop.note(signal.SIGINT, None)
     assert silenced == [True] and stop.signal == signal.SIGINT
+
+
+def test_programs_outlive_the_reader_of_their_messages(text, trained, tmp_path):
+    """`2>&1 | head -1`: no file of tokens, and an exit code of 0 for a text that was not written; `2>&-`: messages among the text."""
+    closed, gone = os.pipe()
+    os.close(closed)
+    common = dict(cwd=HERE, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, "data.py", "--data", text, "--tokenizer", "byte", "--out", tmp_path / "tokens"], stderr=gone, **common)
+    assert done.returncode == 0 and (tmp_path / "tokens" / "train.bin").exists()
+    speak = [sys.executable, "sample.py", "--ckpt", trained, "--prompt", "t", "--tokens", "3", "--device", "cpu"]
+    done = subprocess.run(speak, stdout=subprocess.PIPE, stderr=gone, **common)
+    assert done.returncode == 0 and len(done.stdout) == 5
+    os.close(gone)
+    shut = ["sh", "-c", 'exec "$0" "$@" 2>&-', *speak]
+    assert subprocess.run(shut, stdout=subprocess.PIPE, **common).stdout == done.stdout
 
 
 def stdout_is_full(monkeypatch):
@@ -4824,6 +4843,22 @@ def test_a_full_disk_for_what_is_said(monkeypatch, capsys):
         assert capsys.readouterr().err == "error: stdout took no more of what was said ([Errno 28] No space left on device); files that were saved are intact\n"
     assert done == nowhere == [True, True]
     assert machine.exit_code(lambda: 0) == 0                    # of another task it is no fault
+
+
+def test_a_second_ctrl_c_while_saving_is_no_full_disk(tmp_path, monkeypatch):
+    """torch's writer makes a RuntimeError of it: `disk full?`, and exit code 1."""
+    def save(ckpt, file):
+        try:
+            raise KeyboardInterrupt(signal.SIGTERM)
+        except KeyboardInterrupt:
+            try:
+                raise ValueError
+            except ValueError:
+                raise RuntimeError("unexpected pos 64 vs 0")
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        train.save_checkpoint(tmp_path / "ckpt.pt", dict(step=1), tiny_model(), [])
+    assert stopped.value.args == (signal.SIGTERM,)
 
 
 @pytest.mark.parametrize("preset, grows", [("transformer", True), ("dot", True), ("swa", False), ("omeganet", False)])
@@ -4898,15 +4933,29 @@ def test_one_run_a_folder(text, tmp_path, monkeypatch, capsys):
     out.mkdir()
     (out / "best.pt.123.tmp").write_bytes(b"left by a run that was killed")
     (out / "log.csv.123.tmp").write_bytes(b"likewise")
-    with train.claim(out):
-        assert not list(out.iterdir())
-        assert "another run" in refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", out, "--steps", 1) and not list(out.iterdir())
+    (out / "best.pt.mine.tmp").write_bytes(b"not a run's")
+    with machine.claim(out) as alone:
+        assert alone
+        before = contents(out)
+        assert "another run" in refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", out, "--steps", 1) and contents(out) == before
+        assert "another run" in refused(capsys, data.main, "--data", text, "--tokenizer", "byte", "--out", out) and contents(out) == before
+    train.clear_away(out)
+    assert [p.name for p in out.iterdir()] == ["best.pt.mine.tmp"]
     monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(95, "not supported")))       # as some network disks
-    with train.claim(out), train.claim(out):
-        pass
+    with machine.claim(out) as alone, machine.claim(out):
+        assert not alone
     monkeypatch.setitem(sys.modules, "fcntl", None)           # as Windows
-    with train.claim(out), train.claim(out):
-        pass
+    with machine.claim(out) as alone, machine.claim(out):
+        assert not alone
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_a_killed_run_left_goes_where_no_other_can_be_writing_it(alone, text, tmp_path, monkeypatch):
+    """Without locks it may be another run's that is saving just now."""
+    left = tmp_path / "best.pt.123.tmp"
+    left.write_bytes(b"half of a checkpoint")
+    monkeypatch.setattr(train, "claim", lambda out: nullcontext(alone))
+    assert go(text, tmp_path, "--steps", 1) == 0 and left.exists() == (not alone)
 
 
 @pytest.mark.parametrize("main", [sample.main, eval.main])
@@ -6208,6 +6257,15 @@ def test_a_stream_of_huge_pieces_is_none(capsys):
     assert "since the first tenth" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("preset, more", [("swa", dict(attn_window=1)), ("dot", dict(wiring="mac", memory_branch=False))])
+def test_a_stream_of_which_nothing_is_kept(preset, more, capsys):
+    """At the end of a segment, or with a window of one token: a division by a state of no bytes. And `dot` without its memory holds no token."""
+    shape = dict(vocab_size=5, n_layer=1, n_embd=8, n_head=1, head_dim=4, chunk=8, attn_window=4)
+    eval.stream(models.build(preset, **{**shape, **more}), torch.arange(50) % 5, 12_000)
+    said = capsys.readouterr().out
+    assert "state +0.0%" in said and "holds every token" not in said
+
+
 def test_what_a_memory_brings(tmp_path, capsys):
     """--no-write: its loss is that of a model whose inner steps are 0, and a model without a memory has none."""
     text = tmp_path / "t.txt"
@@ -6611,7 +6669,7 @@ def test_stdout_that_is_no_file(monkeypatch):
 def test_a_checkpoint_with_a_setting_of_another_version(copy):
     """A name that Config no longer has, on --resume or --init: a traceback of TypeError; and what was not given is told to be the checkpoint's."""
     ckpt = train.load_checkpoint(copy / "ckpt.pt")
-    assert str(copy) in user_error(train.settings, dict(steps=1, warmup=2), ckpt | dict(train=ckpt["train"] | dict(warmup=2)))
+    assert str(copy) in user_error(train.settings, dict(steps=1), ckpt | dict(train=ckpt["train"] | dict(decay_frac=2.0)))
     ckpt["config"]["of_another_version"] = 1
     assert "does not fit this version" in user_error(train.settings, {}, ckpt)
     assert "does not fit this version" in user_error(train.settings, {}, None, ckpt)
@@ -6729,7 +6787,7 @@ MUTANTS = [
      "    except ZeroDivisionError:\n        pass\n    else:  # a file may", "test_a_run_cut_short_tells_what_it_measured"),
     ("a size's features stand over a preset's", "models.py", "**SIZES[size], **PRESETS[preset], **overrides", "**PRESETS[preset], **SIZES[size], **overrides",
      "test_a_size_by_name_is_train_pys"),
-    ("half a log stays", "train.py", "            for name in FILES: ", "            for name in FILES[:2]: ", "test_one_run_a_folder"),
+    ("half a log stays", "train.py", "        for name in FILES:\n            for left", "        for name in FILES[:2]:\n            for left", "test_one_run_a_folder"),
     ("NS leaves 2-D and 3-D matrices alone (titans-pytorch)", "muon.py",
      "    out = NewtonSchulz.apply(", "    if not isinstance(S, tuple) and S.dim() <= 3:\n        return S\n    out = NewtonSchulz.apply(",
      "test_ns_near_polar_factor"),
@@ -7091,8 +7149,8 @@ MUTANTS = [
     ("token files not told apart", "data.py", "                digest.update(block)\n", "", "test_several_token_files_are_one"),
     ("token files that overlap", "data.py", "every.seek(2 * cut)", "every.seek(0)", "test_token_files_are_the_text"),
     ("--resume ignores flags that came later", "train.py",
-     "return {n: v for n, v in train.items() if n not in LAUNCH} | {n: v for n, v in given.items() if n in RUN_FLAGS}, config",
-     "return {n: given.get(n, v) for n, v in train.items() if n not in LAUNCH}, config", "test_resume_of_a_run_of_an_older_version"),
+     "train = {n: v for n, v in train.items() if n not in LAUNCH} | {n: v for n, v in given.items() if n in RUN_FLAGS}",
+     "train = {n: given.get(n, v) for n, v in train.items() if n not in LAUNCH}", "test_resume_of_a_run_of_an_older_version"),
     ("--resume compares flags that came later with nothing", "train.py", "{**defaults, **train, **config}[name]", "{**train, **config}.get(name)",
      "test_resume_of_a_run_of_an_older_version"),
     ("--resume from before what another run has saved", "train.py", "if ckpt and not rank() and Path(", "if False and Path(",
@@ -7156,7 +7214,7 @@ MUTANTS = [
      "test_a_state_holds_no_prompt[omeganet]"),
     ("layers used apart draw what comes next", "models.py", 'int(torch.randint(2**31, (), device=device if cuda else "cpu"))', "0",
      "test_a_layer_draws_numbers_of_its_own", "torch.default_generator.manual_seed(seed)", "None"),
-    ("two runs in one folder", "train.py", "fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_one_run_a_folder"),
+    ("two runs in one folder", "machine.py", "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "test_one_run_a_folder"),
     ("a longer run ends with its old limit of time", "train.py", '"steps" in given and "minutes" not in given', "not ckpt and 'steps' in given",
      "test_a_finished_run_can_be_made_longer"),
     ("nohup undone", "machine.py", " and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN", "", "test_nohup"),
@@ -7633,6 +7691,23 @@ MUTANTS = [
     ("a projection has a weight", "models.py", "x.to(self.M0[0].dtype)", "x.to(self.gates.weight.dtype)",
      "test_projections_may_be_wrapped[omeganet]"),
     ("a state of another model", "models.py", "if not isinstance(state, kind):", "if False:", "test_a_state_of_another_model"),
+    ("a reader of stderr that has gone", "machine.py", "with suppress(OSError):\n        print(text", "with suppress(ValueError):\n        print(text",
+     "test_programs_outlive_the_reader_of_their_messages"),
+    ("messages on stdout where stderr is closed", "machine.py", '        sys.stderr = open(os.devnull, "w")\n', "        pass\n",
+     "test_programs_outlive_the_reader_of_their_messages"),
+    ("a second Ctrl-C is a full disk", "train.py", "            cause = cause.__context__\n", "            cause = None\n",
+     "test_a_second_ctrl_c_while_saving_is_no_full_disk"),
+    ("a state of no bytes", "eval.py", "max(before, 1)", "before", "test_a_stream_of_which_nothing_is_kept"),
+    ("exp features of no memory hold every token", "train.py", 'config.features == "exp" and config.memory_branch if', 'config.features == "exp" if',
+     "test_a_stream_of_which_nothing_is_kept"),
+    ("a file of the user's own is cleared away", "train.py", "if left.name[len(name) + 1: -4].isdecimal():", "if True:", "test_one_run_a_folder"),
+    ("what a killed run has left stays", "train.py", "        if alone:\n", "        if False:\n",
+     "test_what_a_killed_run_left_goes_where_no_other_can_be_writing_it"),
+    ("what another run saves is cleared away", "train.py", "        if alone:\n", "        if True:\n",
+     "test_what_a_killed_run_left_goes_where_no_other_can_be_writing_it"),
+    ("two data.py in one folder", "data.py", "    with claim(out), tempfile", "    with tempfile", "test_one_run_a_folder"),
+    ("a warm-up that no flag can change", "train.py", '    if "steps" in given:\n        train["warmup"]', '    if False:\n        train["warmup"]',
+     "test_resume_of_a_finished_run_does_nothing"),
     ("a state of other matrices", "models.py", "if own != its:", "if False:", "test_a_state_of_another_layer"),
     ("a state of a text of another length is refused, with exp features", "models.py", "step = 2 if", "step = 1 if",
      "test_a_state_of_another_layer"),
@@ -7768,7 +7843,7 @@ MUTANTS = [
      "test_out_within_a_folder_that_is_not_there"),
     ("data.py without a text", "data.py", 'add_argument("--data", required=True', 'add_argument("--data", required=False',
      "test_data_py_without_a_text"),
-    ("a download in silence", "data.py", '        _say(f"data: downloaded tiny Shakespeare to {path}")\n', '        pass\n',
+    ("a download in silence", "data.py", '        tell(f"data: downloaded tiny Shakespeare to {path}")\n', '        pass\n',
      "test_a_download_is_told"),
     ("--pairs 0", "eval.py", 'add("--pairs", type=at_least(int, 1)', 'add("--pairs", type=at_least(int, 0)',
      "test_no_pairs_are_a_mistake"),

@@ -32,8 +32,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data import TOKENIZERS, batch, make_tokenizer, read, replacing, streams, tokenizer_from_state, windows
-from machine import (MATMUL, Halt, Parser, StopOnSignal, UserError, autocast, exit_code, first_line, greatest, native_bfloat16, of_compiler,
-                     out_of_memory, peak_memory, pick_device, pick_dtype, processes, rank, say, set_matmul, set_threads, tune_cpu)
+from machine import (MATMUL, Halt, Parser, StopOnSignal, UserError, autocast, claim, exit_code, first_line, greatest, native_bfloat16, of_compiler,
+                     out_of_memory, peak_memory, pick_device, pick_dtype, processes, rank, say, set_matmul, set_threads, tell, tune_cpu)
 from models import LM, PRESETS, SIZES, Config, check, detach, flag, idle, opt
 from muon import newton_schulz
 
@@ -163,9 +163,12 @@ def old_settings(given, ckpt):
     for name, value in given.items():
         old = {**defaults, **train, **config}[name]           # an older version did not save all of them
         if name not in FREE and old != value:
-            raise UserError(f"--resume: {flag(name)} is {old!r} in {ckpt['path']}, but {value!r} was given; drop the "
-                            "flag, or start a new run without --resume")
-    return {n: v for n, v in train.items() if n not in LAUNCH} | {n: v for n, v in given.items() if n in RUN_FLAGS}, config
+            raise UserError(f"--resume: {flag(name)} is {old!r} in {ckpt['path']}, but {value!r} was given; drop the flag, or start a new "
+                            f"run, without --resume, or with its weights: --init {shlex.quote(str(ckpt['path']))} --out FOLDER")
+    train = {n: v for n, v in train.items() if n not in LAUNCH} | {n: v for n, v in given.items() if n in RUN_FLAGS}
+    if "steps" in given:
+        train["warmup"] = min(train.get("warmup", TrainConfig.warmup), given["steps"])
+    return train, config
 
 
 def new_settings(given, origin):
@@ -215,7 +218,12 @@ def writing(path):
     """Within, what the disk refuses becomes one line, with the name of the file."""
     try:
         yield
-    except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
+    except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError, and of a second Ctrl-C
+        cause = fault
+        while cause and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__context__
+        if cause:
+            raise cause from None
         raise Halt(f"cannot write {path} ({first_line(fault)}); disk full? Checkpoints that were saved are intact") from None
 
 
@@ -319,29 +327,13 @@ def begin(config, origin):
     return model
 
 
-@contextmanager
-def claim(out):
-    """Lets one run at a time write to the folder: two would overwrite each other's checkpoints. Windows, and some network disks, have no
-    such locks.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    folder = os.open(out, os.O_RDONLY)                        # its lock ends with the process, however that ends
-    try:
-        with suppress(OSError):
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"another run is writing to --out {out}; choose another folder, or wait for it to end") from None
-            for name in FILES:                                # by a run that was killed while it saved
-                for left in Path(out).glob(f"{name}.*.tmp"):
+def clear_away(out):
+    """Removes what a run that was killed while it saved has left of its files: in their names `replacing` has a number."""
+    with suppress(OSError):
+        for name in FILES:
+            for left in Path(out).glob(f"{name}.*.tmp"):
+                if left.name[len(name) + 1: -4].isdecimal():
                     left.unlink()
-        yield
-    finally:
-        os.close(folder)
 
 
 def set_aside(out):
@@ -430,7 +422,7 @@ def compile_model(model, x, y, dtype):
             if not of_compiler(fault):
                 raise
             torch.compiler.set_stance("force_eager")
-            print(f"warning: torch.compile failed, going on without it: {first_line(fault)}", file=sys.stderr)
+            tell(f"warning: torch.compile failed, going on without it: {first_line(fault)}")
     model.zero_grad()
 
 
@@ -623,7 +615,7 @@ LONGEST = 16384                                               # tokens of a stre
 
 def holds_all(config):
     """Does the state hold every token?"""
-    return config.features == "exp" if config.mixer == "memory" else not config.attn_window
+    return config.features == "exp" and config.memory_branch if config.mixer == "memory" else not config.attn_window
 
 
 def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
@@ -756,7 +748,7 @@ def join(device, tc):
         raise UserError("several processes on mps cannot exchange gradients; use one, or --device cpu")
     if tc.grad_accum % processes() or tc.minutes:
         raise UserError(f"{processes()} processes need a --grad-accum that they can share, not {tc.grad_accum}, and no --minutes, "
-                        f"for their clocks differ; add --grad-accum {processes()} --minutes 0")
+                        f"for their clocks differ; add --grad-accum {processes()} --minutes 0 (a run that is resumed keeps its --grad-accum)")
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -817,7 +809,9 @@ def launch(given):
         x, y = (a.to(device) for a in batch(splits[0], tc.seed, 0, tc.batch_size, tc.seq_len))
     if tc.compile:
         compile_model(model, x, y, dtype)
-    with nullcontext() if rank() else claim(tc.out):
+    with nullcontext() if rank() else claim(tc.out) as alone:
+        if alone:
+            clear_away(tc.out)
         if ckpt and not rank() and Path(ckpt["path"]).stat().st_mtime_ns != ckpt["written"]:
             raise UserError(f"another run has gone on with {ckpt['path']} since this one has read it; train.py --resume again goes on from there")
         # what is recorded has no name here: its memory is free again when training ends
