@@ -5778,7 +5778,7 @@ def test_rule_runs_reach_every_input(gradients):
     q, k, v, keep, step, momentum, gate, *M0 = inputs
     assert {a.shape for a in (q, k, v)} == {(2, 2, 32, 64)} and {a.shape for a in (keep, step, momentum)} == {(2, 2, 32)}
     assert gate.shape == (2, 2, 32, 3) and [m.shape for m in M0] == [(2, 64, 128), (2, 64, 128), (2, 128, 64)]
-    assert 0.999 <= keep.min() and keep.max() <= 1 and step.max() <= 1 / 16 and all(g.any() for g in found)
+    assert 0.999 <= keep.min() and keep.max() <= 1 and step.max() <= 1 / 16 and gate.max() <= 1 / 3 and all(g.any() for g in found)
 
 
 def test_product_has_the_flops_it_says():
@@ -5797,6 +5797,8 @@ def test_step_run_is_a_step_of_training(monkeypatch):
     run(), run()
     model = seen[0][0]
     assert model.training and model.remat and model.config == config
+    bench.step_run(a_bench(dtype=torch.bfloat16), small("transformer").config, tc, "ids")()
+    assert not seen.pop()[0].remat                            # "memories with --remat"
     assert seen == [(model, tc, "ids", step, 0.01, CPU, torch.bfloat16) for step in (0, 1)]
 
 
@@ -5959,7 +5961,8 @@ def test_sweeps_change_one_setting_at_a_time(staged):
 
 def test_rule_part(staged, monkeypatch):
     """A share of the machine's best that is the wrong one: backward takes twice what forward does, and each head of each sequence is one."""
-    monkeypatch.setattr(bench, "rule_run", lambda *_: lambda: None)
+    windows = []
+    monkeypatch.setattr(bench, "rule_run", lambda kit, rule, *_: windows.append(rule.window) or (lambda: None))
     monkeypatch.setattr(bench, "rule_flops", lambda rule, D, E, hidden, T: {(64, 64, 128, 4096): 10.0 + rule.muon_every}[D, E, hidden, T])
     kit = a_bench(device=torch.device("cuda"), quick=False)
     bench.part_rule(kit)
@@ -5967,7 +5970,7 @@ def test_rule_part(staged, monkeypatch):
     assert list(r) == ["chunk 16", "chunk 64", "chunk 128", "chunk 256", "chunk 64, muon_every 64", "chunk 64, muon_every 16"]
     assert r["chunk 16"]["flops"] == 3 * 4 * 16 * 10 and r["chunk 64, muon_every 64"]["flops"] == 3 * 4 * 16 * 74
     assert (r["chunk 16"]["flops_per_s"], r["chunk 16"]["product_flops_per_s"], r["chunk 16"]["tokens_per_s"]) == (960.0, 800.0, 4 * 4096 / 2)
-    assert staged.tables[0][1][0] == ["chunk 16", "8.19K +-10%", "1.92K", "960", "120%"]
+    assert staged.tables[0][1][0] == ["chunk 16", "8.19K +-10%", "1.92K", "960", "120%"] and windows == [8] * 6
 
 
 def test_step_part(staged, monkeypatch):
@@ -6085,9 +6088,11 @@ def test_a_bench_that_is_cut_short_leaves_its_records(tmp_path, monkeypatch, cap
 
 def test_bench_flags_reach_the_parts(monkeypatch, capsys):
     """--minutes, --model, --dtype, --compile or --plot that do nothing; figures whose command nobody can repeat."""
-    seen, drawn = [], []
+    seen, drawn, precisions = [], [], []
+    monkeypatch.setattr(machine, "amd_with_avx512", lambda: True)                # auto is medium, where that is exact
     for name, (_, share) in bench.PARTS.items():
-        monkeypatch.setitem(bench.PARTS, name, (lambda kit: seen.append((kit.seconds, kit.models, kit.dtype, kit.compile)), share))
+        monkeypatch.setitem(bench.PARTS, name, (lambda kit: seen.append((kit.seconds, kit.models, kit.dtype, kit.compile))
+                                                   or precisions.append(torch.get_float32_matmul_precision()), share))
     monkeypatch.setitem(sys.modules, "matplotlib", argparse.Namespace())
     monkeypatch.setattr(bench, "plot", lambda records, folder: drawn.append(folder))
     for flags, seconds, *rest in [
@@ -6099,7 +6104,9 @@ def test_bench_flags_reach_the_parts(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["bench.py", "--device=cpu", *flags])
         assert bench.main() == 0
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert seen == [(s, *rest) for s in seconds] and result["argv"] == ["--device=cpu", *flags]
+        assert seen == [(s, *rest) for s in seconds] and precisions[-len(seconds):] == [
+            "highest" if name == "decode" else result["machine"]["matmul"] for name in bench.PARTS if len(seconds) == 5 or f"--part={name}" in flags]
+        assert result["argv"] == ["--device=cpu", *flags]
         assert (result["machine"]["dtype"], result["machine"]["compiled"]) == (str(rest[1])[6:], rest[2])
     assert drawn == [HERE / "results"]
 
@@ -6470,6 +6477,51 @@ def test_correlated_keys():
     for k in one, other:
         close(k.norm(dim=-1), torch.ones(2000), 1e-6)
     assert torch.linalg.cond(one.T @ one) < 2 and 100 < torch.linalg.cond(other.T @ other) < 1000
+
+
+def test_online_values_have_nothing_of_their_keys(monkeypatch):
+    """Values drawn as the keys were: half of what is to be learned would be known. Of another length the errors would be no shares of |v|^2 alone."""
+    seen = []
+    monkeypatch.setattr(eval, "one_pass", lambda layer, rule, momentum, k, v: seen.append((k, v)) or torch.ones(3))
+    assert eval.main("--task online --pairs 16 --device cpu".split()) == 0
+    for k, v in seen:
+        close(v.norm(dim=-1), torch.ones(32, 1, 16), 1e-5)
+        assert (k * v).sum(-1).mean().abs() < 0.05            # of 512 pairs
+    assert eval.STEPS[0] < 2e-3 and eval.STEPS[-1] > 30       # and the best lies between
+
+
+def test_seeds_do_not_share_their_epochs():
+    """(0, 1) and (1, 0) added up: a run with the next seed sees what this one does, an epoch earlier."""
+    assert data.epoch(1000, 10, 0, 1).tolist() != data.epoch(1000, 10, 1, 0).tolist()
+
+
+def test_recall_asks_for_all_and_never_the_same_again():
+    """One question a sequence instead of n; seed 1's first batch, which is seed 0's second."""
+    args = argparse.Namespace(seed=0, vocab=20, seq_len=32)
+    asked = {}
+    for args.seed, step, test in product(range(3), range(3), (False, True)):
+        x, y = eval.mqar_batch(args, 5, step, 4, CPU, test)
+        assert ((y >= 0).sum(1) == 5).all()
+        asked[x.numpy().tobytes()] = True
+    assert len(asked) == 18
+
+
+def test_resident_is_no_more_than_has_ever_been():
+    """All that is mapped, many times as much, hides what grows."""
+    assert 0 < eval.resident() <= 1.05 * machine.most_resident()
+
+
+def test_speed_of_a_stream(capsys, monkeypatch):
+    """Tokens since it began by the time since then."""
+    seconds = [0.0]
+    monkeypatch.setattr(eval.time, "perf_counter", lambda: seconds[0])
+
+    def a_second(tokens):
+        seconds[0] += 1.0
+        return torch.zeros(*tokens.shape, 5)
+    eval.stream(Stub(a_second), torch.arange(50) % 5, 20_000)
+    said = re.findall(r"^ +([\d,]+) +\d\.\d+ +([\d,]+) ", capsys.readouterr().out, re.M)
+    assert len(said) == 10 and {speed for _, speed in said} == {"1,024"}
 
 
 def test_online_table(capsys, monkeypatch):
@@ -7916,6 +7968,24 @@ MUTANTS = [
     ("one pass: an error that grows with what is recalled", "eval.py", " / v.square().sum(-1))", ")", "test_one_pass_by_hand[1-False-False]"),
     ("one pass: phi of the keys is read, not written", "eval.py", "omega.omega(rule, layer.phi, k, k, v", "omega.omega(rule, layer.phi, k, v, v",
      "test_one_pass_by_hand[1-False-False]"),
+    ("values of pairs are drawn as their keys were", "eval.py", "torch.randn(k.shape, generator=draws)", "torch.randn(k.shape, generator="
+     "draws.manual_seed(args.seed))", "test_online_values_have_nothing_of_their_keys"),
+    ("values of any length", "eval.py", "v = F.normalize(torch.randn(k.shape, generator=draws), dim=-1)", "v = torch.randn(k.shape, generator=draws)",
+     "test_online_values_have_nothing_of_their_keys"),
+    ("inner steps that end at 1", "eval.py", "torch.logspace(-3, 1.5, 25)", "torch.logspace(-3, 0, 25)", "test_online_values_have_nothing_of_their_keys"),
+    ("one question a sequence", "eval.py", "data.mqar(batch_size, n_pairs, n_pairs, args", "data.mqar(batch_size, n_pairs, 1, args",
+     "test_recall_asks_for_all_and_never_the_same_again"),
+    ("recall: the next seed draws the same, a step earlier", "eval.py", "2 * (1_000_003 * args.seed + step) + test", "2 * (args.seed + step) + test",
+     "test_recall_asks_for_all_and_never_the_same_again"),
+    ("seeds share their epochs", "data.py", "[seed % 2**64, number]", "[seed % 2**64 + number]", "test_seeds_do_not_share_their_epochs"),
+    ("resident: all that is mapped", "eval.py", "read().split()[1]", "read().split()[0]", "test_resident_is_no_more_than_has_ever_been"),
+    ("a stream's speed is of its last piece", "eval.py", "speed = seen / (", "speed = y.numel() / (", "test_speed_of_a_stream"),
+    ("bench: rules of another window", "bench.py", "omega.Rule(window=8, chunk=c", "omega.Rule(window=1, chunk=c", "test_rule_part"),
+    ("bench: windows of another weight", "bench.py", "rand(rule.window) / rule.window, *M0", "rand(rule.window), *M0", "test_rule_runs_reach_every_input"),
+    ("bench: a transformer with --remat", "bench.py", 'model.remat = tc.remat and config.mixer == "memory"', "model.remat = tc.remat",
+     "test_step_run_is_a_step_of_training"),
+    ("bench: single tokens by oneDNN", "bench.py", 'alone = "highest" if args.matmul == "auto" else matmul', "alone = matmul",
+     "test_bench_flags_reach_the_parts"),
     ("one pass from zero", "eval.py", "layer.phi, list(layer.M0), len(k)", "layer.phi, [0 * w for w in layer.M0], len(k)", "test_one_pass_of_orthogonal_keys"),
     ("one pass: correlated keys are independent", "eval.py", 'if kind == "correlated"', "if False", "test_correlated_keys"),
     ("one pass: what is not finite is best", "eval.py", ".nan_to_num(math.inf).min()", ".min()", "test_online_table"),
