@@ -194,7 +194,7 @@ def layer(bench, **differences):
     model = models.LM(models.Config(vocab_size=2, n_layer=1, **differences)).to(bench.device)
     mixer = compiled(bench, model).blocks[0].mixer
     if bench.compile and isinstance(mixer, models.Attention):                   # elsewhere it is compiled with its block
-        mixer.compile()
+        mixer.compile(**omega.compiler(bench.device.type, {}))
     return mixer
 
 

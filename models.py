@@ -9,6 +9,7 @@ W of that sequence, and never touches a parameter. What it has learned by token 
 """
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -218,7 +219,8 @@ def init_apart(layer):
     cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if cuda else []):
         seed = int(torch.randint(2**31, (), device=device if cuda else "cpu"))   # else the program's next numbers would be these once more
-        torch.cuda.manual_seed(seed) if cuda else torch.default_generator.manual_seed(seed)
+        with torch.cuda.device(device) if cuda else nullcontext():                # the layer's GPU, which need not be the current one
+            torch.cuda.manual_seed(seed) if cuda else torch.default_generator.manual_seed(seed)
         layer.init()
 
 

@@ -713,7 +713,9 @@ AGAIN = dict(realize_reads_threshold=8, realize_opcount_threshold=60)
 
 
 def compiler(device, options):
-    """What torch.compile is told beside its `options`: on CUDA AGAIN, but not where they name another compiler or how it is to go about it."""
+    """What torch.compile is told beside its `options`: every shape by itself, for they are few, and inductor (torch 2.13) gets the strides of some
+    gradients wrong that are to fit all lengths; and on CUDA AGAIN, but not where they name another compiler or how it is to go about it."""
+    options = dict(dynamic=False) | options
     if device != "cuda" or options.keys() & {"backend", "mode", "options"}:
         return options
     return options | dict(options={name: n for name, n in AGAIN.items() if name in torch._inductor.list_options()})
@@ -723,13 +725,12 @@ def compile_chunks(device=None, **options):
     """torch.compile the loop's body once for all chunks and layers, as all of COMPILED: compiling the loop itself would unroll it, and take
     minutes. device: "cuda" or "cpu", where it is to run [that of a GPU, if there is one]. `options` are torch.compile's.
 
-    Every shape by itself: they are few, and inductor (torch 2.13) gets the strides of some gradients wrong that are to fit all lengths. Where a
-    recurrence has no tiles (TILE), `mixing` stays eager: a compiled one would be a product of c times the work (`recur`).
+    Where a recurrence has no tiles (TILE), `mixing` stays eager: a compiled one would be a product of c times the work (`recur`).
     """
     chunks.Chunks.compiled = True
     chunks.compile_every_shape()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options = compiler(device, dict(dynamic=False) | options)
+    options = compiler(device, options)
     for module, name in COMPILED:
         if name == "mixing" and device not in TILE:
             continue

@@ -2753,7 +2753,7 @@ def test_compile_memory_compiles_chunk_steps(preset, blocks, monkeypatch):
     monkeypatch.setattr(omega_module, "compile_chunks", lambda device, **how: seen.append(("chunks", how)))
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: seen.append((type(self).__name__, how)))
     model.compile_memory(mode="x")
-    assert seen == [(name, dict(mode="x")) for name in ("chunks", *blocks)]
+    assert seen == [("chunks", dict(mode="x"))] + [(name, dict(mode="x", dynamic=False)) for name in blocks]
 
 
 def test_what_the_compiler_is_told(monkeypatch):
@@ -2770,7 +2770,7 @@ def test_what_the_compiler_is_told(monkeypatch):
         del model.embed
         model.embed = argparse.Namespace(weight=argparse.Namespace(device=torch.device(device)))
         model.compile_memory()
-        assert told == [dict(dynamic=False) | options] * (parts - (device == "cpu")) + [options] * 2
+        assert told == [dict(dynamic=False) | options] * (parts - (device == "cpu") + 2)
         told.clear()
     for is_there, options in ((True, again), (False, {})):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
@@ -2779,9 +2779,9 @@ def test_what_the_compiler_is_told(monkeypatch):
         told.clear()
     assert len(again["options"]) == 2
     for given in (dict(backend="eager"), dict(mode="max-autotune"), dict(options={})):
-        assert omega_module.compiler("cuda", given) == given
+        assert omega_module.compiler("cuda", given) == given | dict(dynamic=False)
     monkeypatch.setattr(torch._inductor, "list_options", list)
-    assert omega_module.compiler("cuda", {}) == dict(options={})
+    assert omega_module.compiler("cuda", {}) == dict(options={}, dynamic=False)
 
 
 @pytest.mark.parametrize("preset", ["titans", "atlas", "transformer"])
@@ -6036,7 +6036,7 @@ def test_compile_compiles_what_is_measured(compile, monkeypatch):
     """Eager figures, of which the heading says that they were compiled."""
     asked, kit = [], a_bench(compile=compile)
     monkeypatch.setattr(models.LM, "compile_memory", lambda model: asked.append("memory"))
-    monkeypatch.setattr(models.Attention, "compile", lambda mixer: asked.append("attention"))
+    monkeypatch.setattr(models.Attention, "compile", lambda mixer, dynamic: asked.append("attention" * (not dynamic)))
     monkeypatch.setattr(omega_module, "compile_chunks", lambda device: asked.append("rule" * (device == "cpu")))
     monkeypatch.setattr(bench, "race", lambda *_, **__: dict(product=dict(median_s=1.0)))
     bench.layer(kit, **bench.WORK, **bench.heads(64))
@@ -7528,7 +7528,8 @@ MUTANTS = [
      "test_compile_compiles_what_is_measured"),
     ("bench: a step is not compiled", "bench.py", "model = compiled(bench, models.LM(config).to(bench.device).train())",
      "model = models.LM(config).to(bench.device).train()", "test_compile_compiles_what_is_measured"),
-    ("bench: a layer of attention is not compiled", "bench.py", "        mixer.compile()\n", "        pass\n",
+    ("compiled for any shape", "omega.py", "    options = dict(dynamic=False) | options\n", "", "test_what_the_compiler_is_told"),
+    ("bench: a layer of attention is not compiled", "bench.py", "        mixer.compile(**omega.compiler(bench.device.type, {}))\n", "        pass\n",
      "test_compile_compiles_what_is_measured"),
     ("bench: the rule is not compiled", "bench.py", "        omega.compile_chunks(bench.device.type)\n", "        pass\n", "test_compile_compiles_what_is_measured"),
     ("FLOPs of the recurrence's products", "bench.py", 'patch.object(omega, "recur", omega.Recurrence.apply)', 'patch.object(omega, "recur", omega.recur)',

@@ -2,7 +2,8 @@
 # Everything that needs a GPU, from the project's root: bash results/gpu.sh [-o folder for the logs] [part ...]
 # Parts: tests first step 256 graph half layer 64 long decode exact every, all of them by default, in this order; and 128, tune-titans, tune-omeganet.
 # Each takes 3 to 10 minutes, much of it torch.compile's, and leaves one log, layer, step and decode their JSON as well. `first` has of every other part
-# what matters most: with half an hour, take tests, first, step. Where a variable OUT names a folder, the logs are there.
+# what matters most: with half an hour, take tests, first, step, each by itself where a command may take ten minutes. Where a variable OUT names a
+# folder, the logs are there.
 # Without --remat batches are what by count (gpu_bytes.py) fits into 139 GiB; on a smaller GPU all are half as large.
 # gpu_table.py makes a table of the training runs, with MFU; it wants step, which measures a large product.
 # DEVICE=cpu SIZE=tiny STEPS=2 LONG=512 bash results/gpu.sh -o /tmp/logs exact 64 long every     tries the script where there is no GPU
@@ -61,7 +62,9 @@ bench() {                                                     # bench <name> <fl
 tests() {                                                     # in eight processes, where pytest-xdist is there: kernels take long to compile
     local how=-q
     if python3 -c 'import xdist' 2>/dev/null; then how="-n 8 --dist worksteal -q"; fi
-    TORCHINDUCTOR_COMPILE_THREADS=2 timeout -k 15 570 python3 -m pytest $how -rs --tb=short test_all.py 2>&1
+    for which in gpu "not gpu"; do                            # interrupted, pytest says what has failed so far
+        TORCHINDUCTOR_COMPILE_THREADS=2 timeout -s INT -k 10 280 python3 -m pytest $how -rs --tb=short -k "$which" test_all.py 2>&1
+    done
 }
 
 models="--model transformer --model linear --model titans --model omeganet --model atlas"
@@ -71,10 +74,11 @@ run() {
     tests) tests ;;
     first)
         for model in transformer linear; do speed "$size $model" --model $model $(batch 4) --chunk 256; done
-        for model in titans omeganet atlas; do half $model; done
-        for model in titans omeganet; do half $model --cuda-graph; done
+        half titans
         speed "$size transformer $long" --model transformer $(batch 2) --seq-len "$long"
-        half_long titans --cuda-graph ;;
+        half_long titans --cuda-graph
+        for model in omeganet atlas; do half $model; done
+        for model in titans omeganet; do half $model --cuda-graph; done ;;
     256)                                                      # tokens that share a gradient point, and one Newton-Schulz
         for model in transformer linear titans; do speed "$size $model" --model $model $(batch 4) --chunk 256; done
         speed "$size omeganet" --model omeganet $(batch 2) --chunk 256
@@ -102,7 +106,7 @@ run() {
     tune-*)                                                   # products by Triton, too, each as is fastest, with what follows: minutes to compile
         limit=570 TORCHINDUCTOR_MAX_AUTOTUNE_GEMM=1 \
             speed "$size ${1#tune-}, tuned" --model ${1#tune-} $(batch 4) --chunk 256 --memory-dtype bfloat16 --cuda-graph ;;
-    layer) bench layer --part layer --part rule $models ;;
+    layer) bench layer --part rule --part layer $models ;;
     step) bench step --part step $models ;;
     decode) bench decode --part decode --part peers --model transformer --model omeganet --model atlas ;;
     exact) exact ;;
