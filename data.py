@@ -104,7 +104,7 @@ def _pieces(name, size=2**24):
         raise UserError(f"{name} is named like a token file; --data takes their folder, with train and val in the names of those in it: "
                         f"--data {shlex.quote(os.path.dirname(name) or '.')}")
     if os.path.isdir(name):
-        paths = sorted((p for p in _texts(name) if p.is_file()), key=lambda p: p.as_posix())
+        paths = sorted((p for p in _texts(name) if p.is_file() or p.is_symlink()), key=lambda p: p.as_posix())
         if not paths:
             raise UserError(f"the folder {name} holds no .txt file; --data takes a text file, a folder of .txt files, or one of "
                             "token files with train and val in their names, as train.bin and val.bin")

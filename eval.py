@@ -237,7 +237,7 @@ def online_task(args, device):
     except ValueError as fault:
         raise UserError(str(fault)) from None
     config, rule = layer.config, layer.config.rule()
-    train.warn(args.config, config, math.inf)
+    train.warn(args.config, config, min(args.pairs), of="--pairs")
     say(f"memory {config.memory}, heads of {config.head_dim}, features {config.features}, chunk {config.chunk}: mean |M(k) - v|^2 / |v|^2 of "
         f"{args.batch_size} x N pairs\nthat were read once, with the best of {len(STEPS)} inner steps")
     kinds, cells = ("independent", "correlated"), []

@@ -2520,6 +2520,8 @@ def test_flags_that_do_nothing_are_named(text, tmp_path, capsys):
     assert eval.main(["--task", "mqar", "--steps", "1", "--chunk", "24", "--muon-every", "32", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert "acts as 24" in said and "so never in a sequence of --seq-len 24" in said and "muon_every 24 " in said
+    assert eval.main("--task online --pairs 9 8 --chunk 8 --muon-every 8 --batch-size 1 --head-dim 2 --device cpu".split()) == 0
+    assert "so never in a sequence of --pairs 8;" in capsys.readouterr().out
 
 
 def test_odd_but_right_configurations():
@@ -3110,6 +3112,8 @@ def test_linked_folders_are_read_and_each_once(tmp_path):
         except OSError:
             pytest.skip("no symbolic links here")
     assert sorted(data.load_text(tmp_path / "books")[0]) == ["\n", "A", "B"]
+    (tmp_path / "books" / "c.txt").symlink_to(tmp_path / "gone.txt")             # nor one that leads nowhere
+    assert "c.txt" in user_error(data.load_text, tmp_path / "books")
 
 
 def test_text_unreadable(tmp_path, monkeypatch):
@@ -4571,6 +4575,13 @@ def test_a_full_disk_is_said_of_the_log(tmp_path, monkeypatch):
     with pytest.raises(machine.Halt, match="cannot write .*log.csv .*disk full"):
         train.begin_log(tmp_path / "log.csv", 0)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_has_gone_is_no_full_disk(tmp_path):
+    """`Checkpoints that were saved are intact`: they were in it."""
+    with pytest.raises(machine.Halt, match="cannot write .*ckpt.pt .*folder removed") as fault:
+        train.save_checkpoint(tmp_path / "out" / "ckpt.pt", dict(step=1), tiny_model(), [])
+    assert "intact" not in str(fault.value)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, of Linux")
@@ -7793,7 +7804,7 @@ MUTANTS = [
     ("nothing but products in the products' precision", "memory.py", "return a if dtype is None or a.dtype == dtype else a.to(dtype)", "return a",
      "test_a_memory_in_bfloat16_keeps_less"),
     ("the first anchor is M0 itself", "omega.py", "w.clone() for w in W)", "w for w in W)", "test_a_state_without_M0_does_not_move_with_it"),
-    ("--muon-every 1 is warned of", "train.py", 'every > 1 and seq_len', 'seq_len',
+    ("--muon-every 1 is warned of", "train.py", 'every > 1 and length', 'length',
      "test_windows_too_short_to_read_what_was_written"),
     ("few tokens' features as those of many", "poly.py", "few or torch", "torch", "test_a_token_takes_few_calls"),
     ("one token's Theta Gate as that of many", "omega.py", "if c == 1:                                                # G", "if False:  # G", "test_a_token_takes_few_calls"),
@@ -8008,6 +8019,10 @@ MUTANTS = [
     ("invalid convert value", "machine.py", "    convert.__name__ = kind.__name__ ", "    pass  #", "test_numbers_of_the_command_line_end_below_2_to_the_31"),
     ("every mistake is of a value that begins with -", "machine.py", 'if message.endswith("expected one argument"):', "if True:",
      "test_prompts"),
+    ("links that lead nowhere are left out", "data.py", "p.is_file() or p.is_symlink()", "p.is_file()", "test_linked_folders_are_read_and_each_once"),
+    ("a folder that has gone is a full disk", "train.py", "isinstance(fault, FileNotFoundError)", "False", "test_a_folder_that_has_gone_is_no_full_disk"),
+    ("one pass never reads too late", "eval.py", "config, min(args.pairs), of", "config, math.inf, of", "test_flags_that_do_nothing_are_named"),
+    ("one pass reads too late where the longest does", "eval.py", "min(args.pairs), of", "max(args.pairs), of", "test_flags_that_do_nothing_are_named"),
     ("number 2 is left free", "machine.py", "os.open(os.devnull, os.O_RDWR)) <= 2", "os.open(os.devnull, os.O_RDWR)) < 2", "test_closed_streams_are_no_files"),
 ]
 

@@ -224,7 +224,8 @@ def writing(path):
             cause = cause.__context__
         if cause:
             raise cause from None
-        raise Halt(f"cannot write {path} ({first_line(fault)}); disk full? Checkpoints that were saved are intact") from None
+        why = "was its folder removed?" if isinstance(fault, FileNotFoundError) else "disk full? Checkpoints that were saved are intact"
+        raise Halt(f"cannot write {path} ({first_line(fault)}); {why}") from None
 
 
 def load_checkpoint(path):
@@ -726,9 +727,10 @@ def effective(config):
     return asdict(config) | (dict(muon_every=config.rule().muon_every) if config.muon else {})
 
 
-def warn(given, config, seq_len, unused=()):
+def warn(given, config, length, unused=(), of="--seq-len"):
     """A line about flags on which nothing depends, as --window of a transformer or those `unused` of the run: an ablation would compare a model
-    with itself. A line if Newton-Schulz is not taken as rarely as it was told, and one if what the memory writes is never read.
+    with itself. A line if Newton-Schulz is not taken as rarely as it was told, and one if what the memory writes is never read: `length` is the value
+    of the flag `of`, by which sequences are as long as they are.
     """
     nothing = idle(config)
     names = [flag("no_" * (value is False) + name) for name, value in given.items() if name in {*nothing, *unused}]
@@ -737,9 +739,9 @@ def warn(given, config, seq_len, unused=()):
     every = 0 if "muon_every" in nothing else config.rule().muon_every
     if every and given.get("muon_every", 0) > every:
         say(f"warning: --muon-every {given['muon_every']} acts as {every}, for Newton-Schulz sees at most a --chunk")
-    if every > 1 and seq_len + config.persistent * (config.wiring in ("mag", "mal")) <= every:
-        say(f"warning: what a memory has written is first read after --muon-every {every} tokens, so never in a sequence of --seq-len "
-            f"{seq_len}; lower --muon-every")
+    if every > 1 and length + config.persistent * (config.wiring in ("mag", "mal")) <= every:
+        say(f"warning: what a memory has written is first read after --muon-every {every} tokens, so never in a sequence of {of} "
+            f"{length}; lower --muon-every")
 
 
 def join(device, tc):
