@@ -8006,7 +8006,7 @@ MUTANTS = [
     ("one pass: a row says another momentum", "eval.py", "MOMENTUM if momentum else '-'", "MOMENTUM if muon else '-'", "test_online_table"),
     ("one pass: the same pairs for every seed", "eval.py", "draws = torch.Generator().manual_seed(args.seed)", "draws = torch.Generator().manual_seed(0)",
      "test_online_table"),
-    ("one pass: flags that do nothing are not named", "eval.py", "    train.warn(args.config, config, math.inf)\n", "", "test_online_table"),
+    ("one pass: flags that do nothing are not named", "eval.py", "    train.warn(args.config, config, min(args.pairs), of=\"--pairs\")\n", "", "test_online_table"),
     ("one pass: flags of the network are taken", "eval.py", "name not in OF_RULE", "False", "test_eval_mistakes_are_one_line"),
     ("recall is trained at one rate", "eval.py", "train.lr_scale(step, tc))", "1.0)", "test_mqar_is_trained_as_it_says"),
     ("memory may grow by half", "eval.py", "any(by > 0.05", "any(by > 0.5", "test_stream_tells_growth_and_nan"),
