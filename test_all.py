@@ -3617,6 +3617,12 @@ def test_mqar_distribution():
     assert (share - law / law.sum()).abs().max() < 0.015
 
 
+def test_mqar_of_an_odd_vocabulary():
+    """The last of its values is one as the others."""
+    tokens, _ = data.mqar(64, 2, 1, 7, 6, torch.Generator().manual_seed(0))
+    assert set(tokens[:, 1:4:2].flatten().tolist()) == {3, 4, 5, 6}
+
+
 def test_mqar_seed():
     """Same generator state, same rows; the global generator must stay out of it."""
     one, two, three = (data.mqar(4, 4, 2, 32, 16, torch.Generator().manual_seed(s))[0] for s in (1, 1, 2))
@@ -3856,7 +3862,8 @@ def test_a_run_prints_and_logs_what_it_did(text, tmp_path, capsys):
     last = said.strip().splitlines()[-1]
     assert str(text) in last and f"{full:.4f} nats" in last and f"{full / math.log(2):.4f} bits" in last
     for part in (f"{model.num_params():,} parameters", "n_embd 16", "batch_size 2", "tokens/s", "eta", "grad norm",
-                 "peak memory", "bits/byte", "memory carried, 2 streams", "cpu", "float32", f": {3000 - len(val):,} tokens to train, {len(val):,} to validate"):
+                 "peak memory", f"{full / math.log(2):.4f} bits/token  {full / math.log(2):.4f} bits/byte", "memory carried, 2 streams", "cpu",
+                 "float32", ", not compiled, torch", f": {3000 - len(val):,} tokens to train, {len(val):,} to validate"):
         assert part in said, part
     assert [r[0] for r in rows(tmp_path / "out", "step")] == ["1", "3", "4", "6", "8"]
     assert [bool(r[0]) for r in rows(tmp_path / "out", "val")] == [False, False, True, False, True]
@@ -3893,6 +3900,36 @@ def test_lines_of_a_run_by_hand(minutes, etas, tmp_path, monkeypatch, capsys):
     tc, run = replace(tc, stop_after=0, minutes=0.0, steps=9), dict(run, seconds=0.0)
     assert train.train(torch.nn.Linear(1, 1), [], run, tc, (None, None), CPU, torch.float32) == 2
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"python eval.py --ckpt '{out}'")
+
+
+def test_the_speed_is_that_since_the_last_line(tmp_path, monkeypatch, capsys):
+    """A mean over the whole run: it would never show that a machine has become slow."""
+    now, seconds = [0.0], iter([1.0, 1.0, 4.0, 4.0])
+    def step(*_):
+        now[0] += next(seconds)
+        return 1.0, 1.0
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train, "train_step", step)
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: 1.0)
+    monkeypatch.setattr(train, "save_checkpoint", lambda *_: None)
+    tc = train.TrainConfig(steps=6, minutes=0.0, warmup=0, batch_size=2, seq_len=20, log_every=2, eval_every=6, stop_after=6, out=str(tmp_path))
+    train.train(torch.nn.Linear(1, 1), [], dict(step=2, best=math.inf, seconds=0.0), tc, (None, None), CPU, torch.float32)
+    assert re.findall(r"(\d+) tokens/s", capsys.readouterr().out) == ["40", "10"]
+
+
+def test_minutes_before_a_resume_count_when_a_run_ends(tmp_path, monkeypatch):
+    """A minute's run, resumed after 50 seconds, went on for another minute, at a learning rate of zero."""
+    now, ends = [1000.0], []
+    def step(*_):
+        now[0] += 4.0
+        return 1.0, 1.0
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train, "train_step", step)
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: ends.append(now[0]) or 1.0)
+    monkeypatch.setattr(train, "save_checkpoint", lambda *_: None)
+    tc = train.TrainConfig(steps=1000, minutes=1.0, eval_every=1000, out=str(tmp_path))
+    train.train(torch.nn.Linear(1, 1), [], dict(step=2, best=math.inf, seconds=50.0), tc, (None, None), CPU, torch.float32)
+    assert ends == [1012.0]
 
 
 def test_a_resumed_run_knows_its_best_and_its_time(text, tmp_path, monkeypatch):
@@ -4564,6 +4601,7 @@ def test_a_first_gradient_of_noise_is_told(text, tmp_path, capsys, monkeypatch):
     assert "warning: the first gradient's norm is" in capsys.readouterr().out
     monkeypatch.setattr(train, "train_step", lambda *_: (3.0, 5e3))              # as of a memory of zeros in mac, which learns on
     assert go(text, tmp_path / "c", "--steps", 1, "--model", "linear") == 0
+    assert go(text, tmp_path / "d", "--steps", 1, "--grad-clip", 10) == 0        # as long as 500 that are not clipped
     assert "warning: the first gradient" not in capsys.readouterr().out
 
 
@@ -5032,6 +5070,15 @@ def test_empty_names_are_not_ignored(text, trained, tmp_path, capsys, monkeypatc
 def test_more_threads_than_can_be_started(main, flags, capsys):
     """Millions of them end in a segmentation fault."""
     assert "at most 1024" in refused(capsys, main, *flags, "--threads", "5000000")
+
+
+def test_how_many_threads_are_too_many(monkeypatch):
+    """As many as a large machine has cores are not."""
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    for n in (0, 2, 1024):
+        machine.set_threads(n)
+    assert "1025" in user_error(machine.set_threads, 1025) and asked == [2, 1024]
 
 
 def test_out_of_memory_names_the_knobs_and_leaves_the_earlier_run_alone(copy, text, monkeypatch, capsys):
@@ -5968,6 +6015,8 @@ def test_sweeps_change_one_setting_at_a_time(staged):
     assert [(r["name"], differs(c)) for r, c in zip(kit.records, staged.configs, strict=True)] == want
     assert staged.shapes == [(2, T, 256) for T in [1024] * 12 + [256] * 6]
     assert staged.races[1] == ([1, 4, 16, 64], 5.0, math.inf) and staged.tables[1][1][1] == [4, "1.02K +-10%", "3"]
+    chunks, _, degrees, *_ = (title for title, _ in staged.tables)
+    assert "T 1024, all else" in chunks and "T 1024, n_embd 256, n_head 16, head_dim 16, features monomial, all else" in degrees
 
 
 def test_rule_part(staged, monkeypatch):
@@ -5990,7 +6039,8 @@ def test_step_part(staged, monkeypatch):
     monkeypatch.setitem(train.TRAIN_SIZES, "tiny", dict(batch_size=3, grad_accum=4, seq_len=50))
     monkeypatch.setattr(bench, "step_run", lambda kit, config, tc, ids: lambda: trained.append((config, tc)))
     monkeypatch.setattr(bench, "step_flops", lambda config, T, device: {50: 40.0}[T])
-    kit = a_bench(quick=False, models=["swa", "atlas", "transformer"])
+    monkeypatch.setattr(bench, "product", lambda kit, dtype: (lambda: None, {torch.bfloat16: 800.0}[dtype]))
+    kit = a_bench(quick=False, models=["swa", "atlas", "transformer"], dtype=torch.bfloat16)
     bench.step_size(kit, "tiny", 7.0)
     assert staged.races == [(["product", "transformer", "atlas", "swa"], 7.0, 3)]
     assert all((tc.batch_size, tc.grad_accum, tc.seq_len, tc.remat) == (3, 1, 50, False) for _, tc in trained)
@@ -5999,6 +6049,28 @@ def test_step_part(staged, monkeypatch):
         ("transformer", 2.0, 75.0, 60.0, 800.0), ("atlas", 4.0, 37.5, 30.0, 800.0), ("swa", 8.0, 18.75, 15.0, 800.0)]
     assert [row[2:] for row in staged.tables[0][1]] == [["2000", "75 +-10%", "1.00", "8%", "100.0"], ["4000", "37.5 +-10%", "2.00", "4%", "100.0"],
                                                         ["8000", "18.8 +-10%", "4.00", "2%", "100.0"]]
+
+
+def test_parts_share_their_time(staged, monkeypatch):
+    """Each size with the time of all three; compiled layers, of which each length is compiled anew, as if in no time."""
+    sizes = []
+    monkeypatch.setattr(bench, "step_size", lambda kit, size, seconds: sizes.append((size, seconds)))
+    bench.part_step(a_bench(device=torch.device("cuda"), quick=False, seconds=90.0))
+    assert sizes == [("baby", 30.0), ("170m", 30.0), ("340m", 30.0)]
+    monkeypatch.setattr(bench, "definition", lambda *_: None)
+    monkeypatch.setattr(bench, "sweeps", lambda *_: [])
+    # a measurement of 4 s is expected to take six of them at four times the length, 96 s, and 200 s of compiling two passes; there are 400 s
+    staged.took = lambda i, name: dict(forward=1.0, both=3.0)[name[1]]
+    bench.part_layer(a_bench(device=torch.device("cuda"), quick=False, models=["atlas", "titans"], seconds=1200 / 0.7, compile=True))
+    ran = [[name for name, what in race if what == "both"] for race, _, _ in staged.races]
+    assert ran[:2] == [["atlas", "titans", "WORK"], ["atlas"]]
+
+
+def test_the_machine_is_described_as_it_is(monkeypatch):
+    """A load of a quarter of an hour ago, beside figures of now."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.126, 5.0, 15.0))
+    about = bench.describe(CPU)
+    assert (about["load"], about["threads"], about["torch"]) == (0.13, torch.get_num_threads(), str(torch.__version__))
 
 
 def test_decode_part(staged, monkeypatch):
@@ -8019,6 +8091,25 @@ MUTANTS = [
     ("invalid convert value", "machine.py", "    convert.__name__ = kind.__name__ ", "    pass  #", "test_numbers_of_the_command_line_end_below_2_to_the_31"),
     ("every mistake is of a value that begins with -", "machine.py", 'if message.endswith("expected one argument"):', "if True:",
      "test_prompts"),
+    ("bits to another base", "train.py", "bits = losses[-1] / math.log(2)", "bits = losses[-1] / math.log(3)", "test_a_run_prints_and_logs_what_it_did"),
+    ("compiled is said of what is not", "train.py", 'how = "compiled" if tc.compile', 'how = "compiled" if not tc.compile',
+     "test_a_run_prints_and_logs_what_it_did"),
+    ("minutes before --resume do not end a run", "train.py", "progress(step, tc, earlier + time.perf_counter() - began)",
+     "progress(step, tc, time.perf_counter() - began)", "test_minutes_before_a_resume_count_when_a_run_ends"),
+    ("bench: backward takes no time to compile", "bench.py", 'first[name] = times[name, "forward"]["first_s"] + times[name, "both"]["first_s"]',
+     'first[name] = times[name, "forward"]["first_s"]', "test_parts_share_their_time"),
+    ("bench: each size has all the time", "bench.py", "step_size(bench, size, bench.seconds / len(sizes))", "step_size(bench, size, bench.seconds)",
+     "test_parts_share_their_time"),
+    ("bench: bfloat16 beside a product in float32", "bench.py", "mm, mm_flops = product(bench, bench.dtype)",
+     "mm, mm_flops = product(bench, torch.float32)", "test_step_part"),
+    ("bench: the load of a quarter of an hour", "bench.py", "os.getloadavg()[0]", "os.getloadavg()[2]", "test_the_machine_is_described_as_it_is"),
+    ("bench: a sweep does not say what is fixed", "bench.py", 'also = "".join(f"{name} {value}, " for name, value in differences.items())',
+     'also = ""', "test_sweeps_change_one_setting_at_a_time"),
+    ("10 times a clip of 10 is noise", "train.py", "norm > 1000 * max(1.0, tc.grad_clip)", "norm > 1000", "test_a_first_gradient_of_noise_is_told"),
+    ("speed since the first line", "train.py", "                busy, tokens = 0.0, 0\n            if val", "            if val",
+     "test_the_speed_is_that_since_the_last_line"),
+    ("a million threads", "machine.py", "if n > 1024:", "if n > 2**20:", "test_how_many_threads_are_too_many"),
+    ("mqar: the last value is none", "data.py", "torch.ones(vocab - vocab // 2)", "torch.ones(vocab // 2)", "test_mqar_of_an_odd_vocabulary"),
     ("links that lead nowhere are left out", "data.py", "p.is_file() or p.is_symlink()", "p.is_file()", "test_linked_folders_are_read_and_each_once"),
     ("a folder that has gone is a full disk", "train.py", "isinstance(fault, FileNotFoundError)", "False", "test_a_folder_that_has_gone_is_no_full_disk"),
     ("one pass never reads too late", "eval.py", "config, min(args.pairs), of", "config, math.inf, of", "test_flags_that_do_nothing_are_named"),
