@@ -76,22 +76,24 @@ def rubbish_is_collected_seldom():
     gc.set_threshold(10_000, 20, 100)
 
 
-# the slowest tests: those of torch.compile, and of whole programs
+# the slowest tests, half of the work: those of torch.compile, of whole programs, of all models
 APART = {"test_chunk_steps_compile_whole", "test_chunk_of_few_pairs_compiles_whole", "test_compiled_recurrences_take_a_tile_at_once", "test_export",
          "test_compiled_gates_have_no_gradient_in_half_precision", "test_blocks_of_a_transformer_compile_whole", "test_generating_compiles_nothing",
          "test_what_compiles_only_in_parts_is_still_right", "test_compile_or_no_compiler_the_run_is_the_same", "test_recorded_steps_are_the_same",
          "test_scripts_from_another_folder_to_an_ascii_pipe", "test_what_stdout_does_not_take", "test_two_processes_train_like_one",
-         "test_bench_prints_tables_and_json", "test_readme_python_runs", "test_every_field_acts_or_is_idle"}
+         "test_bench_prints_tables_and_json", "test_readme_python_runs", "test_every_field_acts_or_is_idle",
+         "test_programs_outlive_the_reader_of_their_messages", "test_every_model_trains", "test_any_split_is_the_whole",
+         "test_long_streams_stay_bounded", "test_chunks_read_together", "test_omega_chunk_is_omega_ref"}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def a_second_core(request):
-    """When all tests run, those of APART run meanwhile in another process; here they wait for it and tell what became of them: a third less time."""
+    """When all tests run, those of APART run meanwhile in another process; here they wait for it and tell what became of them: three fifths of the time."""
     items = request.session.items
-    if len(items) < 1000 or "PYTEST_XDIST_WORKER" in os.environ:
+    apart = [item for item in items if item.originalname in APART]
+    if len(items) < 1000 or not apart or "PYTEST_XDIST_WORKER" in os.environ:
         yield
         return
-    apart = [item for item in items if item.originalname in APART]
     argv = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *(item.nodeid for item in apart)]
     with tempfile.TemporaryFile("w+") as out, subprocess.Popen(argv, stdout=out, stderr=out, cwd=request.config.rootpath) as other:
         def tell(nodeid):
@@ -102,6 +104,7 @@ def a_second_core(request):
                 pytest.fail(f"in a process of its own:\n{said}", pytrace=False)
         for item in apart:
             item.runtest = partial(tell, item.nodeid)
+        items[1:] = sorted(items[1:], key=lambda item: item in apart)            # which wait: the others first
         yield
         other.terminate()
 
@@ -4857,19 +4860,23 @@ def test_a_run_outlives_its_reader(monkeypatch):
     assert silenced == [True] and stop.signal == signal.SIGINT
 
 
-def test_programs_outlive_the_reader_of_their_messages(text, trained, tmp_path):
+def test_programs_outlive_the_reader_of_their_messages(text, trained, tmp_path, monkeypatch, capsys):
     """`2>&1 | head -1`: no file of tokens, and an exit code of 0 for a text that was not written; `2>&-`: messages among the text."""
+    speak = ["--ckpt", str(trained), "--prompt", "t", "--tokens", "3", "--device", "cpu"]
+    shut = ["sh", "-c", 'exec "$0" "$@" 2>&-', sys.executable, str(HERE / "sample.py"), *speak]
+    said = subprocess.run(shut, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True).stdout
     closed, gone = os.pipe()
     os.close(closed)
-    common = dict(cwd=HERE, text=True, stdin=subprocess.DEVNULL)
-    done = subprocess.run([sys.executable, "data.py", "--data", text, "--tokenizer", "byte", "--out", tmp_path / "tokens"], stderr=gone, **common)
-    assert done.returncode == 0 and (tmp_path / "tokens" / "train.bin").exists()
-    speak = [sys.executable, "sample.py", "--ckpt", trained, "--prompt", "t", "--tokens", "3", "--device", "cpu"]
-    done = subprocess.run(speak, stdout=subprocess.PIPE, stderr=gone, **common)
-    assert done.returncode == 0 and len(done.stdout) == 5
-    os.close(gone)
-    shut = ["sh", "-c", 'exec "$0" "$@" 2>&-', *speak]
-    assert subprocess.run(shut, stdout=subprocess.PIPE, **common).stdout == done.stdout
+    stderr = open(gone, "w", buffering=1)
+    with pytest.raises(BrokenPipeError):
+        print("a message", file=stderr)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert data.main(["--data", str(text), "--tokenizer", "byte", "--out", str(tmp_path / "tokens")]) == 0
+    assert (tmp_path / "tokens" / "train.bin").exists()
+    capsys.readouterr()
+    assert sample.main(speak) == 0 and capsys.readouterr().out == said and len(said) == 5
+    with pytest.raises(BrokenPipeError):                      # of what it has not written
+        stderr.close()
 
 
 def stdout_is_full(monkeypatch):
