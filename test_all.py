@@ -3920,6 +3920,26 @@ def test_the_speed_is_that_since_the_last_line(tmp_path, monkeypatch, capsys):
     assert re.findall(r"(\d+) tokens/s", capsys.readouterr().out) == ["40", "10"]
 
 
+def test_the_first_of_equals_is_best(tmp_path, monkeypatch):
+    """best.pt of a later step, where nothing has become better."""
+    saved = []
+    monkeypatch.setattr(train, "train_step", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: 1.5)
+    monkeypatch.setattr(train, "save_checkpoint", lambda path, run, *_: saved.append((path.name, run["step"])))
+    tc = train.TrainConfig(steps=2, minutes=0.0, warmup=0, eval_every=1, out=str(tmp_path))
+    train.train(torch.nn.Linear(1, 1), [], dict(step=0, best=math.inf, seconds=0.0), tc, (None, None), CPU, torch.float32)
+    assert saved == [("best.pt", 1), ("ckpt.pt", 1), ("ckpt.pt", 2)]
+
+
+def test_a_gpu_draws_on_where_it_stopped(monkeypatch):
+    """After --resume the dropout of another run."""
+    given, cpu, cuda = [], torch.get_rng_state(), torch.arange(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    for device, state in (("cuda", cuda), ("cuda", None), ("cpu", cuda)):
+        train.restore(dict(optimizers=[], rng=dict(cpu=cpu, cuda=state)), [], torch.device(device))
+    assert len(given) == 1 and given[0] is cuda
+
+
 def test_minutes_before_a_resume_count_when_a_run_ends(tmp_path, monkeypatch):
     """A minute's run, resumed after 50 seconds, went on for another minute, at a learning rate of zero."""
     now, ends = [1000.0], []
@@ -4221,7 +4241,7 @@ def no_compiler():
 
 @pytest.mark.parametrize("fault", [no_compiler, lambda: PermissionError(errno.EACCES, "no place for C++ compiler")])
 def test_where_compiling_fails_nothing_is_compiled(fault, capsys):
-    """A run that goes on without torch.compile would call it, and fail, again in its next step."""
+    """A run that goes on without torch.compile would call it, and fail, again in its next step; the next run of the process may compile."""
     graphs, model, x = [], tiny_model("linear"), torch.zeros(1, 4, dtype=torch.long)
     part = torch.compile(lambda a: a + 1, backend=lambda graph, _: graphs.append(graph) or graph.forward)
 
@@ -4231,9 +4251,13 @@ def test_where_compiling_fails_nothing_is_compiled(fault, capsys):
     try:
         train.compile_model(model, x, x, torch.float32)
         part(torch.zeros(2))
+        assert not graphs and "C++ compiler" in capsys.readouterr().err
+        model.loss = lambda x, y: torch.zeros((), requires_grad=True)
+        train.compile_model(model, x, x, torch.float32)
+        part(torch.zeros(2))
     finally:
         torch.compiler.set_stance("default")
-    assert not graphs and "C++ compiler" in capsys.readouterr().err
+    assert len(graphs) == 1 and "compiled in" in capsys.readouterr().out
 
 
 class Tape(TorchDispatchMode):
@@ -8117,6 +8141,10 @@ MUTANTS = [
      "test_the_speed_is_that_since_the_last_line"),
     ("a million threads", "machine.py", "if n > 1024:", "if n > 2**20:", "test_how_many_threads_are_too_many"),
     ("mqar: the last value is none", "data.py", "torch.ones(vocab - vocab // 2)", "torch.ones(vocab // 2)", "test_mqar_of_an_odd_vocabulary"),
+    ("a run that cannot compile is the last that does", "train.py", '    torch.compiler.set_stance("default")\n', "",
+     "test_where_compiling_fails_nothing_is_compiled"),
+    ("the last of equals is best", "train.py", 'val < run["best"]:', 'val <= run["best"]:', "test_the_first_of_equals_is_best"),
+    ("a GPU draws anew on --resume", "train.py", 'torch.cuda.set_rng_state(ckpt["rng"]["cuda"])', "pass", "test_a_gpu_draws_on_where_it_stopped"),
     ("links that lead nowhere are left out", "data.py", "p.is_file() or p.is_symlink()", "p.is_file()", "test_linked_folders_are_read_and_each_once"),
     ("a folder that has gone is a full disk", "train.py", "isinstance(fault, FileNotFoundError)", "False", "test_a_folder_that_has_gone_is_no_full_disk"),
     ("one pass never reads too late", "eval.py", "config, min(args.pairs), of", "config, math.inf, of", "test_flags_that_do_nothing_are_named"),
