@@ -36,7 +36,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
 from functools import partial
-from itertools import count, product, zip_longest
+from itertools import count, cycle, product, zip_longest
 from pathlib import Path
 from pydoc_data import topics
 
@@ -3905,29 +3905,34 @@ def test_lines_of_a_run_by_hand(minutes, etas, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"python eval.py --ckpt '{out}'")
 
 
-def test_the_speed_is_that_since_the_last_line(tmp_path, monkeypatch, capsys):
-    """A mean over the whole run: it would never show that a machine has become slow."""
-    now, seconds = [0.0], iter([1.0, 1.0, 4.0, 4.0])
-    def step(*_):
-        now[0] += next(seconds)
+def loop(monkeypatch, out, took, step=0, seconds=0.0, **flags):
+    """train.train with a clock of its own, from 1000 on: steps take `took` seconds by turns, and the validation loss is always the same.
+
+    step, seconds: of before. -> when it validated; what it saved (name, step).
+    """
+    now, took, ends, saved = [1000.0], cycle(took), [], []
+
+    def train_step(*_):
+        now[0] += next(took)
         return 1.0, 1.0
     monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(train, "train_step", step)
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: 1.0)
-    monkeypatch.setattr(train, "save_checkpoint", lambda *_: None)
-    tc = train.TrainConfig(steps=6, minutes=0.0, warmup=0, batch_size=2, seq_len=20, log_every=2, eval_every=6, stop_after=6, out=str(tmp_path))
-    train.train(torch.nn.Linear(1, 1), [], dict(step=2, best=math.inf, seconds=0.0), tc, (None, None), CPU, torch.float32)
+    monkeypatch.setattr(train, "train_step", train_step)
+    monkeypatch.setattr(train, "evaluate", lambda *_, **__: ends.append(now[0]) or 1.0)
+    monkeypatch.setattr(train, "save_checkpoint", lambda path, run, *_: saved.append((path.name, run["step"])))
+    tc = train.TrainConfig(**{"minutes": 0.0, "warmup": 0, "out": str(out), **flags})
+    train.train(torch.nn.Linear(1, 1), [], dict(step=step, best=math.inf, seconds=seconds), tc, (None, None), CPU, torch.float32)
+    return ends, saved
+
+
+def test_the_speed_is_that_since_the_last_line(tmp_path, monkeypatch, capsys):
+    """A mean over the whole run: it would never show that a machine has become slow."""
+    loop(monkeypatch, tmp_path, [1.0, 1.0, 4.0, 4.0], 2, steps=6, batch_size=2, seq_len=20, log_every=2, eval_every=6, stop_after=6)
     assert re.findall(r"(\d+) tokens/s", capsys.readouterr().out) == ["40", "10"]
 
 
 def test_the_first_of_equals_is_best(tmp_path, monkeypatch):
     """best.pt of a later step, where nothing has become better."""
-    saved = []
-    monkeypatch.setattr(train, "train_step", lambda *_: (1.0, 1.0))
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: 1.5)
-    monkeypatch.setattr(train, "save_checkpoint", lambda path, run, *_: saved.append((path.name, run["step"])))
-    tc = train.TrainConfig(steps=2, minutes=0.0, warmup=0, eval_every=1, out=str(tmp_path))
-    train.train(torch.nn.Linear(1, 1), [], dict(step=0, best=math.inf, seconds=0.0), tc, (None, None), CPU, torch.float32)
+    _, saved = loop(monkeypatch, tmp_path, [1.0], steps=2, eval_every=1)
     assert saved == [("best.pt", 1), ("ckpt.pt", 1), ("ckpt.pt", 2)]
 
 
@@ -3942,16 +3947,7 @@ def test_a_gpu_draws_on_where_it_stopped(monkeypatch):
 
 def test_minutes_before_a_resume_count_when_a_run_ends(tmp_path, monkeypatch):
     """A minute's run, resumed after 50 seconds, went on for another minute, at a learning rate of zero."""
-    now, ends = [1000.0], []
-    def step(*_):
-        now[0] += 4.0
-        return 1.0, 1.0
-    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(train, "train_step", step)
-    monkeypatch.setattr(train, "evaluate", lambda *_, **__: ends.append(now[0]) or 1.0)
-    monkeypatch.setattr(train, "save_checkpoint", lambda *_: None)
-    tc = train.TrainConfig(steps=1000, minutes=1.0, eval_every=1000, out=str(tmp_path))
-    train.train(torch.nn.Linear(1, 1), [], dict(step=2, best=math.inf, seconds=50.0), tc, (None, None), CPU, torch.float32)
+    ends, _ = loop(monkeypatch, tmp_path, [4.0], 2, 50.0, steps=1000, minutes=1.0, eval_every=1000)
     assert ends == [1012.0]
 
 
@@ -6046,8 +6042,8 @@ def test_sweeps_change_one_setting_at_a_time(staged):
     assert [(r["name"], differs(c)) for r, c in zip(kit.records, staged.configs, strict=True)] == want
     assert staged.shapes == [(2, T, 256) for T in [1024] * 12 + [256] * 6]
     assert staged.races[1] == ([1, 4, 16, 64], 5.0, math.inf) and staged.tables[1][1][1] == [4, "1.02K +-10%", "3"]
-    chunks, _, degrees, *_ = (title for title, _ in staged.tables)
-    assert "T 1024, all else" in chunks and "T 1024, n_embd 256, n_head 16, head_dim 16, features monomial, all else" in degrees
+    of_chunk, _, of_degree, *_ = (title for title, _ in staged.tables)
+    assert "T 1024, all else" in of_chunk and "T 1024, n_embd 256, n_head 16, head_dim 16, features monomial, all else" in of_degree
 
 
 def test_rule_part(staged, monkeypatch):
@@ -6099,7 +6095,7 @@ def test_parts_share_their_time(staged, monkeypatch):
 
 def test_the_machine_is_described_as_it_is(monkeypatch):
     """A load of a quarter of an hour ago, beside figures of now."""
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.126, 5.0, 15.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.126, 5.0, 15.0), raising=False)
     about = bench.describe(CPU)
     assert (about["load"], about["threads"], about["torch"]) == (0.13, torch.get_num_threads(), str(torch.__version__))
 

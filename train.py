@@ -729,8 +729,8 @@ def effective(config):
 
 def warn(given, config, length, unused=(), of="--seq-len"):
     """A line about flags on which nothing depends, as --window of a transformer or those `unused` of the run: an ablation would compare a model
-    with itself. A line if Newton-Schulz is not taken as rarely as it was told, and one if what the memory writes is never read: `length` is the value
-    of the flag `of`, by which sequences are as long as they are.
+    with itself. A line if Newton-Schulz is not taken as rarely as it was told, and one if what the memory writes is never read, in sequences of the
+    `length` that the flag `of` has given them.
     """
     nothing = idle(config)
     names = [flag("no_" * (value is False) + name) for name, value in given.items() if name in {*nothing, *unused}]

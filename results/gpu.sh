@@ -60,7 +60,7 @@ bench() {                                                     # bench <name> <fl
 }
 
 tests() {                                                     # in eight processes, where pytest-xdist is there: kernels take long to compile
-    local how=-q
+    local how=-q which
     if python3 -c 'import xdist' 2>/dev/null; then how="-n 8 --dist worksteal -q"; fi
     for which in gpu "not gpu"; do                            # interrupted, pytest says what has failed so far
         TORCHINDUCTOR_COMPILE_THREADS=2 timeout -s INT -k 10 280 python3 -m pytest $how -rs --tb=short -k "$which" test_all.py 2>&1
