@@ -1,18 +1,19 @@
-"""sample.py - let a trained model write. Its memory goes on learning from what it reads and writes, and its state has a
-constant size (except with full attention or exp features), so a new token costs the same however long the text has become.
+"""sample.py - let a trained model write. Its memory goes on learning from what it reads and writes.
 
     python sample.py --prompt "ROMEO:" --tokens 500
     python sample.py --ckpt runs/a/best.pt --prompt-file letter.txt --temperature 0.7 --top-p 0.9 --num 3
     cat letter.txt | python sample.py --prompt - --stop "THE END"
 
-The texts go to stdout as they are generated, a line of dashes between two of them; everything else to stderr.
+A state has a constant size (except with full attention or exp features), so a new token costs the same after a long
+text. The texts go to stdout as they are generated, a line of dashes between two of them; everything else to stderr.
 """
 import sys
+from pathlib import Path
 
 import torch
 
-from machine import Halt, Parser, UserError, at_least, exit_code, pick_device, tell, tune_cpu
-from train import continue_text, encode_prompt, load_checkpoint, rebuild
+from data import UserError
+from train import Parser, at_least, continue_text, encode_prompt, exit_code, load_checkpoint, rebuild, setup
 
 
 def parse(argv=None):
@@ -21,7 +22,7 @@ def parse(argv=None):
     add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--prompt", default="", help="text to go on from; - reads stdin; empty starts from a newline")
-    start.add_argument("--prompt-file", metavar="FILE", help="the same from a UTF-8 file; - reads stdin")
+    start.add_argument("--prompt-file", metavar="FILE", help="the same from a UTF-8 file")
     add("--tokens", type=at_least(int, 0), default=500, metavar="N", help="tokens to write [500]")
     add("--temperature", type=at_least(float, 0), default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
     add("--top-k", type=at_least(int, 0), default=0, metavar="N", help="draw from the N likeliest tokens; 0: all [0]")
@@ -31,6 +32,7 @@ def parse(argv=None):
     add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
     add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
+    add("--threads", type=at_least(int, 0), default=0, metavar="N", help="CPU threads; 0: torch decides [0]")
     return parser.parse_args(argv)
 
 
@@ -38,18 +40,13 @@ def read_prompt(args):
     """The prompt from --prompt, --prompt-file or stdin."""
     if args.prompt != "-" and args.prompt_file is None:
         return args.prompt
-    name = "-" if args.prompt_file is None else args.prompt_file
     try:
-        if name == "-":
-            if sys.stdin is None:
-                raise UserError("cannot read the prompt: stdin is closed; take --prompt TEXT or --prompt-file FILE")
-            return sys.stdin.buffer.read().decode("utf-8-sig")
-        with open(name, encoding="utf-8-sig", newline="") as f:
-            return f.read()
+        raw = sys.stdin.buffer.read() if args.prompt_file is None else Path(args.prompt_file).read_bytes()
+        return raw.decode("utf-8-sig")                        # line ends as they are
     except OSError as fault:
-        raise UserError(f"cannot read the prompt '{name}': {fault.strerror}; check the path") from None
+        raise UserError(f"cannot read the prompt {fault.filename}: {fault.strerror}; check the path") from None
     except UnicodeDecodeError as fault:
-        raise UserError(f"the prompt {name} is not UTF-8 (byte {fault.start}); convert it first") from None
+        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first") from None
 
 
 def until(stop, pieces):
@@ -66,45 +63,24 @@ def until(stop, pieces):
     yield held
 
 
-def write(text):
-    """To stdout, at once."""
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as fault:
-        raise Halt(f"stdout took no more of the text ({fault.strerror})") from None
-
-
 def speak(args):
-    prompt = read_prompt(args)
-    device = pick_device(args.device)
+    prompt, device = read_prompt(args), setup(args.device, args.threads)
     ckpt = load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
     model.to(device)
     ids = encode_prompt(tokenizer, prompt)
-    tell(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}")
-    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, generator=torch.Generator(device).manual_seed(args.seed))
+    print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
+    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+               generator=torch.Generator(device).manual_seed(args.seed))
     for i in range(args.num):
-        if i:
-            write("---------------\n")
-        write(prompt)
-        try:
-            for piece in until(args.stop, continue_text(model, tokenizer, ids, args.tokens, **how)):
-                write(piece)
-        except KeyboardInterrupt:
-            tell()                                            # not behind the text
-            raise
-        except RuntimeError as fault:
-            if "probability tensor" in str(fault):            # torch.multinomial's
-                raise UserError(f"what {ckpt['path']} predicts is not finite: its training has diverged; take another checkpoint") from None
-            raise
-        write("\n")
+        print("---------------\n" * (i > 0) + prompt, end="", flush=True)
+        for piece in until(args.stop, continue_text(model, tokenizer, ids, args.tokens, **how)):
+            print(piece, end="", flush=True)
+        print(flush=True)
 
 
 def main(argv=None):
     args = parse(argv)
-    tune_cpu()
     return exit_code(lambda: speak(args))
 
 
