@@ -12,7 +12,7 @@ import os
 import sys
 import urllib.request
 from collections import Counter, defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,7 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 TOKENIZERS = ("char", "byte", "bpe", "gpt2")
 EVERY_BYTE = [bytes([b]) for b in range(256)]
 END = b"<|endoftext|>"                                  # GPT-2's last token; it stands between texts
-BLOCK = 2**24                                           # characters, or ids, handled at a time
+BLOCK = 2**24                                           # characters encoded at a time
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"       # its words
 
 
@@ -55,15 +55,12 @@ class Corpus(NamedTuple):
     tokens: tuple = ()                                  # ids to train and to validate on, uint16 arrays on the disk
 
     def splits(self, tokenizer, seq_len):
-        """-> ids to train and to validate on, arrays (N,).
-        Raises UserError for a text too short, characters without a token, or token files of another vocabulary.
-        """
+        """-> ids to train and to validate on, arrays (N,). Raises UserError where tokenizer or seq_len do not fit."""
         if not self.tokens:
             return split(tokenizer.encode(self.text), seq_len, self.used)
         if (shorter := min(map(len, self.tokens))) <= seq_len:
             raise UserError(f"a token file of {self.used} has {shorter} tokens, too few for --seq-len {seq_len}")
-        greatest = max(int(ids.max()) for ids in self.tokens)
-        if tokenizer.kind not in ("byte", "gpt2") or greatest >= tokenizer.vocab_size:
+        if (greatest := max(int(ids.max()) for ids in self.tokens)) >= tokenizer.vocab_size:
             raise UserError(f"{self.used} holds token ids up to {greatest}, not of this {tokenizer.kind} vocabulary of "
                             f"{tokenizer.vocab_size}; give the --tokenizer that made them, or a text")
         return self.tokens
@@ -72,28 +69,23 @@ class Corpus(NamedTuple):
 def read(name):
     """A name as --data takes it -> Corpus.
 
-    'shakespeare' is data/shakespeare.txt beside this file. It is downloaded if missing, and if that fails it is
-    'pydoc': Python's own help text, which differs between Python versions, so it is no benchmark.
-    A folder with nanoGPT's token files (*train*.bin and *val*.bin) is these, mapped and not loaded.
+    'shakespeare' is data/shakespeare.txt beside this file, downloaded if missing. Without network it is 'pydoc',
+    Python's own help text, which differs between Python versions, so it is no benchmark.
+    A folder with nanoGPT's token files (*train*.bin and *val*.bin, no meta.pkl) is these, mapped and not loaded.
     Anything else is a UTF-8 file, or all .txt files of a folder and its subfolders, with a newline between two.
-    Raises UserError for what is missing, unreadable, empty or not UTF-8, and for token files of unknown vocabulary.
+    Raises UserError for what cannot be read, is empty or not UTF-8.
     """
-    if name == "shakespeare" and (text := _shakespeare()):
-        return Corpus(name, SHAKESPEARE_SHA256, text)
+    text = _shakespeare() if name == "shakespeare" else ""
+    if name == "pydoc" or name == "shakespeare" and not text:
+        from pydoc_data.topics import topics
+        name, text = "pydoc", "\n".join(topics[topic] for topic in sorted(topics))
     train, val = (glob.glob(f"*{part}*.bin", root_dir=name) for part in ("train", "val"))       # no hidden names
-    if len(train) == len(val) == 1:
-        if (meta := Path(name, "meta.pkl")).exists():
-            raise UserError(f"{meta}: the vocabulary of these token files, which is not read; give --data their text")
-        # copy on write, because torch warns of arrays that cannot be written
-        tokens = tuple(np.memmap(Path(name, file), "<u2", "c") for file in train + val)
+    if not text and len(train) == len(val) == 1 and not Path(name, "meta.pkl").exists():
+        tokens = tuple(np.memmap(Path(name, file), "<u2", "c") for file in train + val)  # torch warns of mode "r"
         digest = hashlib.sha256(tokens[0])
         digest.update(tokens[1])
         return Corpus(str(name), digest.hexdigest(), tokens=tokens)
-    if name in ("shakespeare", "pydoc"):
-        from pydoc_data.topics import topics
-        name, text = "pydoc", "\n".join(topics[topic] for topic in sorted(topics))
-    else:
-        text = _text(name)
+    text = text or _text(name)
     return Corpus(str(name), hashlib.sha256(text.encode()).hexdigest(), text)
 
 
@@ -105,11 +97,8 @@ def _text(name):
     try:
         for path in paths:
             texts.append(path.read_bytes().decode().removeprefix("\ufeff"))        # a byte order mark
-    except OSError as error:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}; give --data a text file or folder") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}; convert "
-                        "it, perhaps with: iconv -f latin1 -t utf-8 (for token files give their folder)") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}; give --data a text file or folder, in UTF-8 (iconv converts)")
     text = "\n".join(texts)
     if not text.strip():
         raise UserError(f"no text in {name}; give --data a text file, or a folder of .txt files or of two token files")
@@ -120,21 +109,19 @@ def _text(name):
 
 def _shakespeare():
     """-> the text, or None and a line on stderr if there is neither file nor network."""
+    if SHAKESPEARE.exists():
+        return SHAKESPEARE.read_bytes().decode()
     try:
-        if not SHAKESPEARE.exists():
-            with urllib.request.urlopen(SHAKESPEARE_URL, timeout=5) as reply:
-                data = reply.read(2**21)
-            if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:      # a login page, half a file
-                raise ValueError("wrong sha256")
-            with replacing(SHAKESPEARE) as temporary:
-                temporary.write_bytes(data)
+        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=5) as reply:
+            data = reply.read()
+        if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:          # a login page, half a file
+            raise ValueError("wrong sha256")
     except (OSError, ValueError) as error:
         print(f"data: cannot download tiny Shakespeare ({error}); using pydoc, Python's own help text, instead "
               f"(for Shakespeare, put it at {SHAKESPEARE})", file=sys.stderr)
         return None
-    data = SHAKESPEARE.read_bytes()
-    if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:
-        raise UserError(f"{SHAKESPEARE} is not tiny Shakespeare (wrong sha256); delete it, or give its path to --data")
+    with suppress(OSError), replacing(SHAKESPEARE) as temporary:            # not kept where the folder is read-only
+        temporary.write_bytes(data)
     return data.decode()
 
 
@@ -179,8 +166,7 @@ class Tokenizer:
 
     def bytes_a_token(self, ids):
         """Mean bytes of ids[1:], which a model that reads ids (N,) predicts: turns nats a token into bits a byte."""
-        blocks = (ids[i: i + BLOCK] for i in range(1, len(ids), BLOCK))
-        return sum(int(self.lengths[block].sum()) for block in blocks) / (len(ids) - 1)
+        return int(self.lengths[ids[1:]].sum()) / (len(ids) - 1)
 
     def state(self):
         """All that tokenizer_from_state needs, in plain types: torch.load(weights_only=True) reads it back."""
@@ -188,17 +174,14 @@ class Tokenizer:
 
 
 def tokenizer_from_state(state):
-    """The inverse of Tokenizer.state, without network. Raises KeyError or TypeError for anything else."""
+    """The inverse of Tokenizer.state, without network. Raises KeyError, TypeError or ValueError for anything else."""
     return Tokenizer(state["kind"], state["tokens"])
 
 
 def make_tokenizer(kind, text, bpe_size=1024):
     """The tokenizer of this kind. char takes its vocabulary from all of text, as nanoGPT does; bpe learns up to
-    bpe_size tokens from the first 90 %, which are trained on. Raises UserError for an unknown kind, a text
-    without characters, and a gpt2 vocabulary that cannot be had.
+    bpe_size tokens from the first 90 %, which are trained on. Raises UserError where text or network is missing.
     """
-    if kind not in TOKENIZERS:
-        raise UserError(f"unknown tokenizer '{kind}'; choose one of {', '.join(TOKENIZERS)}")
     if kind == "byte":
         return Tokenizer(kind, EVERY_BYTE)
     if kind != "gpt2" and not text:
@@ -207,21 +190,19 @@ def make_tokenizer(kind, text, bpe_size=1024):
         return Tokenizer(kind, [character.encode() for character in sorted(set(text))])
     if kind == "bpe":
         return Tokenizer(kind, train_bpe(text[:len(text) * 9 // 10], bpe_size))
-    print("data: asking tiktoken for GPT-2's vocabulary, a 1.5 MB download unless cached", file=sys.stderr)
+    import tiktoken
     try:
-        import tiktoken
         bpe = tiktoken.get_encoding("gpt2")
-    except (ImportError, OSError, ValueError) as error:         # OSError: no network; ValueError: a wrong hash
-        raise UserError(f"cannot have GPT-2's vocabulary ({type(error).__name__}); pip install tiktoken and set "
-                        "TIKTOKEN_CACHE_DIR to a folder where it is cached, or use --tokenizer byte (or bpe)") from None
+    except (OSError, ValueError) as error:              # no network; a wrong hash
+        raise UserError(f"cannot download GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a "
+                        "folder where it is cached, or use --tokenizer bpe") from None
     return Tokenizer(kind, [bpe.decode_single_token_bytes(i) for i in range(bpe.n_vocab)])
 
 
 def train_bpe(text, size):
     """Byte-pair encoding (Sennrich et al. 2016): start from all bytes; again and again make the two neighbours that
-    occur most often inside of GPT-2's words one more token -> at most `size` tokens (bytes), fewer where no two
-    neighbours occur twice. Pairs are counted by the bytes they make, as tiktoken merges them. Of equal counts the
-    first in the order of bytes wins, so the result is a function of the text.
+    occur most often inside of GPT-2's words one more token -> at most `size` tokens, fewer where none occur twice.
+    Pairs are counted by the bytes they make, as tiktoken merges them. Of equal counts the first in byte order wins.
     """
     import regex                                        # tiktoken requires it
     times = Counter(match.group() for match in regex.finditer(GPT2_PATTERN, text))
@@ -252,14 +233,10 @@ def train_bpe(text, size):
 
 # ---- batches
 def split(ids, seq_len=1, name="the text"):
-    """ids (N,) -> train, the first 90 %, and val, the last 10 %, as nanoGPT cuts. Raises UserError, which calls the
-    text `name`, when either part is too short for one window of seq_len tokens and the token after it.
-    """
-    n = len(ids)
-    cut = n * 9 // 10
-    if n - cut <= seq_len:
-        raise UserError(f"{name} is too short: {n} tokens, of which a tenth is kept for validation; give a longer text"
-                        + f", or --seq-len {n - cut - 1} at most" * (n - cut > 1))
+    """ids (N,) -> the first 90 % to train, the last 10 % to validate, as nanoGPT cuts. UserError if too few."""
+    cut = len(ids) * 9 // 10
+    if (n := len(ids) - cut) <= seq_len:
+        raise UserError(f"{name} is too short: validation keeps {n} tokens, no more than --seq-len {seq_len}")
     return ids[:cut], ids[cut:]
 
 
@@ -288,9 +265,8 @@ def batch(ids, seed, step, batch_size, seq_len):
 
 
 def windows(ids, seq_len, batch_size, every=1):
-    """Yield x, y (<= B, T) int64 that cover ids once: every token but the first is a target exactly once.
-    A shorter window at the end comes last, as a batch of one: weight means by y.numel().
-    every > 1: only each `every`-th whole window.
+    """Yield x, y (<= B, T) int64: every token of ids but the first is a target exactly once. A shorter window comes
+    last, as a batch of one, so weight means by y.numel(). every > 1: only each `every`-th whole window.
     """
     whole = (len(ids) - 1) // seq_len * seq_len
     starts = range(0, whole, every * seq_len)
@@ -324,10 +300,8 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
     -> tokens, targets (batch, seq_len) int64 on the CPU. Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1,
     each at most once in a row; 0 fills the rest; targets are -100 where no answer is asked. Queries stand 2g places
     behind the last pair, g = 0, 1, .. drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler).
-    A guess among the values seen is right once in n_pairs. Raises UserError for sizes that do not fit.
     """
-    n_keys = vocab // 2 - 1
-    if not (1 <= n_queries <= n_pairs <= n_keys and 2 * (n_pairs + n_queries) <= seq_len):
+    if not (1 <= n_queries <= n_pairs <= vocab // 2 - 1 and 2 * (n_pairs + n_queries) <= seq_len):
         raise UserError("mqar needs 1 <= n_queries <= n_pairs <= vocab/2 - 1 and 2 (n_pairs + n_queries) <= seq_len, "
                         f"not {n_pairs=}, {n_queries=}, {vocab=}, {seq_len=}")
 
@@ -336,7 +310,7 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
         u = torch.rand(batch, len(weights), generator=generator, dtype=torch.float64)
         return (u.log() / weights).topk(n).indices      # (batch, n)
 
-    keys = 1 + draw(n_pairs, torch.ones(n_keys))
+    keys = 1 + draw(n_pairs, torch.ones(vocab // 2 - 1))
     values = vocab // 2 + draw(n_pairs, torch.ones(vocab - vocab // 2))
     asked = draw(n_queries, torch.ones(n_pairs))
     gaps = torch.arange(1, (seq_len - 2 * n_pairs) // 2 + 1, dtype=torch.float64)
@@ -350,7 +324,7 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
 
 def main(argv=None):
     """Token files of a text, like nanoGPT's: OUT/train.bin and OUT/val.bin, cut by `split`, two bytes an id.
-    A large text is encoded in blocks, between which gpt2 may cut words differently. Raises UserError, OSError.
+    A large text is encoded in blocks, between which gpt2 may cut words differently.
     """
     parser = argparse.ArgumentParser(description="Makes token files of a text: OUT/train.bin and OUT/val.bin.")
     parser.add_argument("--data", required=True, help="a text file, a folder of .txt files, shakespeare or pydoc")

@@ -96,7 +96,7 @@ def error(kind, y, v):
 
 
 def target(kind, loss_kind, r, v):
-    """What the last matrix should produce: l(r + f, v) depends on f - (v - r) alone. (The dot loss has error -v anyway.)"""
+    """What the last matrix should produce: l(r + f, v) depends on f - (v - r) alone. (The dot loss has error -v.)"""
     return v if kind == "linear" or loss_kind == "dot" else v - r
 
 

@@ -4,8 +4,8 @@
     mixer    = a memory that learns at test time (Figure 3, right), attention, or both wired as in Titans Eq 21-31
 
 There are two loops. The outer loop (train.py) learns every nn.Parameter here, among them M0, where each memory starts.
-The inner loop (omega.py) runs inside forward. It starts from M0 at the beginning of every sequence, changes only the fast
-weights W of that sequence, and never touches a parameter. What it has learned is in the `state` that forward returns.
+The inner loop (omega.py) runs inside forward. It starts from M0 at the beginning of every sequence, changes only the
+fast weights W of that sequence, and never touches a parameter. What it has learned is in the `state` that it returns.
 """
 import math
 from contextlib import nullcontext
@@ -43,7 +43,8 @@ def check(config):
     """ValueError for a value of another type, a number below its `low` or not finite, a name that is no choice."""
     for f in fields(config):
         value, choices, low = getattr(config, f.name), f.metadata["choices"], f.metadata["low"]
-        if not isinstance(value, (int, float) if f.type is float else f.type) or isinstance(value, bool) != (f.type is bool):
+        kind = (int, float) if f.type is float else f.type
+        if not isinstance(value, kind) or isinstance(value, bool) != (f.type is bool):
             raise ValueError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
         if f.type in (int, float) and not low <= value < math.inf:               # false for nan, too
             raise ValueError(f"{flag(f.name)} must be at least {low}, not {value}")
@@ -53,7 +54,7 @@ def check(config):
 
 @dataclass
 class Config:
-    """All it takes to rebuild the network. train.py makes a flag of nearly each field, and saves all in the checkpoint."""
+    """All it takes to rebuild the network. train.py makes flags of the fields, and saves them in the checkpoint."""
     vocab_size: int = opt(65, "number of tokens; set from the tokenizer", low=1)
     n_layer: int = opt(2, "blocks", low=1)
     n_head: int = opt(8, "heads; each has its own memory", low=1)
@@ -70,14 +71,14 @@ class Config:
     chunk: int = opt(64, "tokens that share one gradient point (the paper's b)", low=1)
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
     muon: bool = opt(True, "Newton-Schulz on the momentum, Eq 32")
-    muon_every: int = opt(64, "tokens from one Newton-Schulz to the next, at most --chunk; 1 is the paper's Eq 40", low=1)
+    muon_every: int = opt(64, "tokens from one Newton-Schulz to the next, at most --chunk; 1 is Eq 40", low=1)
     ns_steps: int = opt(5, "Newton-Schulz iterations", low=1)
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", tuple(COEFFICIENTS))
     features: str = opt("monomial", "feature map phi of keys and queries", FEATURES)
     degree: int = opt(2, "polynomial degree of phi (the paper's p)", low=1)
     sketch_dim: int = opt(64, "features of the sketch of degree 2, for --features sketch", low=1)
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
-    forget: str = opt("start", "what is forgotten: all written since M0, or (zero, as printed) M0 too", ("start", "zero"))
+    forget: str = opt("start", "what is forgotten: what was written, or (zero, as printed) M0 too", ("start", "zero"))
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
     gate: str = opt("token", "gamma: a learned weight for each token of the window, or all equal", ("token", "uniform"))
     max_step: float = opt(2.0, "upper bound of the sum of a chunk's step sizes eta: each is at most max_step / chunk")
@@ -101,7 +102,7 @@ class Config:
             (self.wiring != "lmm" and not self.attn_window, f"--wiring {self.wiring} needs an --attn-window"),
             (not attention and polynomial > 10**6, "more than a million features; lower --degree or --head-dim"),
             (self.features == "sketch" and self.degree != 2, "--features sketch is of --degree 2"),
-            (not attention and self.muon and self.features == "exp", "--features exp needs --no-muon: no finite weights"),
+            (not attention and self.muon and self.features == "exp", "--features exp needs --no-muon: it is infinite"),
         ):
             if fault:
                 raise ValueError(message)
@@ -134,8 +135,8 @@ PRESETS = {
     "atlas++":         dict(memory="gated",  loss="l2",  window=8, chunk=128, muon_every=128),               # Eq 43
 }
 
-# Sizes, under the preset. `tiny` is Config itself. From 170m on the shapes are those of the paper's Table 7. Their head dims
-# make exact monomials too many, so phi is a sketch of them, of 1 + D + 255 features: a multiple of 16, which GPUs like.
+# Sizes, under the preset. `tiny` is Config itself. From 170m on the shapes are those of the paper's Table 7. Their head
+# dims make exact monomials too many, so phi is a sketch, of 1 + D + 255 features: a multiple of 16, which GPUs like.
 _large = dict(head_dim=0, expansion=4, features="sketch", sketch_dim=255)
 SIZES = {
     "tiny": dict(),
@@ -154,7 +155,7 @@ def configure(preset="atlas", size="tiny", **overrides):
             raise ValueError(f"unknown model or size {name!r}; choose one of {', '.join(known)}")
     unknown = set(overrides) - {f.name for f in fields(Config)}
     if unknown:
-        raise ValueError(f"unknown field {', '.join(sorted(unknown))}; Config has {', '.join(f.name for f in fields(Config))}")
+        raise ValueError(f"unknown field {', '.join(sorted(unknown))}; see models.Config")
     return Config(**{**SIZES[size], **PRESETS[preset], **overrides})
 
 
@@ -176,6 +177,11 @@ class Norm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], eps=2**-23) * self.weight
 
 
+def heads(x, H):
+    """(B, T, H D) -> (B, H, T, D)"""
+    return x.unflatten(-1, (H, -1)).transpose(1, 2)
+
+
 def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -186,8 +192,8 @@ def without_autocast(x):
     return torch.autocast(x.device.type, enabled=False) if there else nullcontext()
 
 
-class Layer(nn.Module):
-    """A mixer: x (B, T, n_embd) and a state, or None at the beginning of a text -> the same shape, the state after x."""
+class Module(nn.Module):
+    """All modules here that are made of a Config. TypeError for anything else, as a dict."""
 
     def __init__(self, config):
         super().__init__()
@@ -195,14 +201,13 @@ class Layer(nn.Module):
             raise TypeError(f"{type(self).__name__} takes a Config, not {config!r}; models.configure makes one")
         self.config = config
 
-    def check(self, x, state, kind):
-        """ValueError if x is not (B >= 1, T, n_embd), or if the state is of another kind of layer or number of sequences."""
-        if x.dim() != 3 or not len(x) or x.shape[2] != self.config.n_embd:
-            raise ValueError(f"a layer reads (B, T, {self.config.n_embd}), not {tuple(x.shape)}; one sequence is x[None]")
-        if state is not None and not isinstance(state, kind):
-            raise ValueError(f"this layer goes on from {kind.__name__}, not from {type(state).__name__}")
-        if state is not None and state.sequences not in (None, len(x)):
-            raise ValueError(f"the state is of {state.sequences} sequences, the batch of {len(x)}")
+
+def check_input(x, state, kind, n_embd):
+    """ValueError if a layer's x is not (B >= 1, T, n_embd), or if its state is of another kind."""
+    if x.dim() != 3 or not len(x) or x.shape[2] != n_embd:
+        raise ValueError(f"a layer reads (B, T, {n_embd}), not {tuple(x.shape)}; one sequence is x[None]")
+    if state is not None and not isinstance(state, kind):
+        raise ValueError(f"this layer goes on from {kind.__name__}, not from {type(state).__name__}")
 
 
 class MemoryState(NamedTuple):
@@ -210,15 +215,14 @@ class MemoryState(NamedTuple):
     rule: omega.State                                         # the memory itself
     conv: torch.Tensor                                        # (B, 3, 3 H D), the last inputs of the convolution
 
-    @property
-    def sequences(self):
-        return len(self.conv)
-
 
 def short_conv(before, x, taps):
-    """silu of sum_j taps[j] * x_{t-n+j}, channel by channel: before (B, n, C), x (B, T, C), taps (n + 1, C) -> (B, T, C)."""
-    seen = torch.cat([before, x], 1)[:, None]                 # as a picture of height 1 whose channels lie last: the
-    y = F.conv2d(seen.permute(0, 3, 1, 2), taps.T[:, None, None].to(x.dtype), groups=x.shape[2])  # fastest on a CPU
+    """silu of sum_j taps[j] * x_{t-n+j}, by channel: before (B, n, C), x (B, T, C), taps (n + 1, C) -> (B, T, C).
+
+    In 2 dimensions, the channels last: on a CPU twice as fast as conv1d.
+    """
+    seen = torch.cat([before, x], 1)[:, None].permute(0, 3, 1, 2)                # (B, C, 1, n + T)
+    y = F.conv2d(seen, taps.T[:, None, None].to(x.dtype), groups=x.shape[2])
     return F.silu(y).permute(0, 2, 3, 1)[:, 0]
 
 
@@ -227,16 +231,16 @@ def unit(x):
     return F.normalize(x, dim=-1, eps=1e-6)
 
 
-class Memory(Layer):
-    """The layer that learns at test time (Figure 3, right): projections, convolution, gates, the Omega rule, norm, output gate.
+class Memory(Module):
+    """The layer that learns at test time (Figure 3, right).
 
         x --+-- qkv -- short_conv, SiLU --+-- q, k -- unit length -- phi --+
-            |                          +-- v ---------------------------+-- omega: write (k, v), read with q -- norm --+
-            +-- gates -- keep, step, momentum, gate -----------------------+                               * -- out -- y
-            +-- out_gate -- SiLU -----------------------------------------------------------------------------------------+
+            |                             +-- v ---------------------------+-- omega: write (k, v), read q -- norm --+
+            +-- gates -- keep, step, momentum, gate -----------------------+                                    * -- out
+            +-- out_gate -- SiLU ------------------------------------------------------------------------------------+
 
-    With `muon` and a `muon_every` above 1, what a token writes is first read in the next block of `muon_every` tokens. A
-    sequence of at most `muon_every` tokens reads M0 alone.
+    With `muon` and a `muon_every` above 1, what a token writes is first read in the next block of `muon_every` tokens.
+    A sequence of at most `muon_every` tokens reads M0 alone.
     """
     conv_width = 4
 
@@ -245,7 +249,7 @@ class Memory(Layer):
         c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
         self.qkv = nn.Linear(d, 3 * inner, bias=False)
         self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
-        self.n_gates = [1, 1, int(c.momentum), c.window if c.gate == "token" else 0]  # keep, step, momentum, gate
+        self.n_gates = [1, 1, int(c.momentum), c.window if c.gate == "token" else 0]             # as in make_gates
         self.gates = nn.Linear(d, H * sum(self.n_gates))
         self.phi = Features(c.features, c.head_dim, c.degree, c.sketch_dim)
         sizes = memory.shapes(c.memory, self.phi.out_dim, c.expansion * c.head_dim, c.head_dim)
@@ -258,34 +262,28 @@ class Memory(Layer):
     def init(self):
         """Starting values beyond those of nn.Linear. In a model of your own call it after model.apply(your_init)."""
         H, c = self.config.n_head, self.config
-        if self.conv is not None:  # each channel begins with a mixture of four tokens of its own
+        if self.conv is not None:  # a channel begins with a mixture of four tokens of its own
             nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
-        for W in self.M0:                                     # choice 10
-            if c.memory == "linear":
-                nn.init.zeros_(W)
-            else:  # x W as long as 2 phi(k), and little added to k, where no norm undoes it
-                times = 2.0 if W is not self.M0[-1] else 1.0 if c.memory_norm else 0.25
-                nn.init.normal_(W, std=times * self.M0[-1].shape[1] ** -0.5)
-        nn.init.normal_(self.gates.weight, std=0.02)          # choice 16
-        # 0.73 .. 0.998: heads remember for different spans
-        keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)
-        step, others = torch.full((H, 1), -1.0), torch.zeros(H, sum(self.n_gates[2:]))  # 0.27 of its bound; 1/2
+        for W in self.M0:  # x W as long as 2 phi(k), and little added to k  (choice 10)
+            last = 1.0 if c.memory_norm else 0.25
+            std = 0.0 if c.memory == "linear" else last if W is self.M0[-1] else 2.0
+            nn.init.normal_(W, std=std * self.M0[-1].shape[1] ** -0.5)
+        nn.init.normal_(self.gates.weight, std=0.02)
+        keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)       # 0.73 .. 0.998, by head  (choice 16)
+        step, others = torch.full((H, 1), -1.0), torch.zeros(H, sum(self.n_gates[2:]))  # 0.27 of its bound, 1/2
         with torch.no_grad():
             self.gates.bias.copy_(torch.cat([keep[:, None], step, others], 1).flatten())
-
-    def heads(self, x):
-        """(B, T, H D) -> (B, H, T, D)"""
-        return x.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2)
 
     def make_gates(self, x):
         """keep, step, momentum (B, H, T) and gate (B, H, T, window), each a function of its token."""
         c = self.config
-        keep, step, momentum, gate = self.heads(self.gates(x.to(self.M0[0].dtype))).split(self.n_gates, -1)
-        keep = keep.sigmoid().squeeze(-1) if c.keep else torch.ones_like(keep).squeeze(-1)       # alpha
-        step = c.max_step / c.chunk * step.sigmoid().squeeze(-1)                                 # eta; choice 16
-        # gamma; choice 6
-        gate = (gate.sigmoid() if c.gate == "token" else gate.new_ones(*keep.shape, c.window)) / c.window
-        return omega.Gates(keep, step, momentum.sigmoid().squeeze(-1) if c.momentum else None, gate)             # theta
+        made = heads(self.gates(x.to(self.M0[0].dtype)), c.n_head)
+        keep, step, momentum, gate = made.split(self.n_gates, -1)
+        keep = keep.squeeze(-1).sigmoid() if c.keep else torch.ones_like(keep[..., 0])           # alpha
+        step = c.max_step / c.chunk * step.squeeze(-1).sigmoid()                                 # eta  (choice 16)
+        momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None                        # theta
+        gate = gate.sigmoid() if c.gate == "token" else gate.new_ones(*keep.shape, c.window)     # gamma  (choice 6)
+        return omega.Gates(keep, step, momentum, gate / c.window)
 
     def start(self, x):
         """The state before the first token, for a batch of len(x) sequences."""
@@ -293,8 +291,8 @@ class Memory(Layer):
         return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, self.qkv.out_features))
 
     def forward(self, x, state=None):
-        """x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check`."""
-        self.check(x, state, MemoryState)
+        """x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_input`."""
+        check_input(x, state, MemoryState, self.config.n_embd)
         state = state or self.start(x)
         if not x.shape[1]:
             return x, state
@@ -302,7 +300,7 @@ class Memory(Layer):
         before = state.conv.to(qkv.dtype)
         tail = torch.cat([before, qkv[:, -n:]], 1)[:, -n:]
         qkv = F.silu(qkv) if self.conv is None else short_conv(before, qkv, self.conv)
-        q, k, v = (at_least_float32(self.heads(a)) for a in qkv.chunk(3, -1))
+        q, k, v = (at_least_float32(heads(a, self.config.n_head)) for a in qkv.chunk(3, -1))
         with without_autocast(x):
             q, k, gates = unit(q), unit(k), self.make_gates(x)                   # choice 8
             y, inner = omega.omega(self.config.rule(), self.phi, q, k, v, gates, state.rule)
@@ -314,11 +312,13 @@ class Memory(Layer):
         return self.out(y * F.silu(self.out_gate(x)))
 
     def retrieve(self, x, W, keys=None):
-        """M*(q), Titans Eq 21: what the fast weights W recall for x, without writing: (B, T, n_embd) -> (B, T, n_embd)."""
-        q = unit(at_least_float32(self.heads(F.silu(self.qkv(x).chunk(3, -1)[0]))))  # no convolution: choice 18
+        """M*(q), Titans Eq 21: what the fast weights W recall for x (B, T, n_embd), without writing -> likewise."""
+        q = F.silu(self.qkv(x).chunk(3, -1)[0])               # no convolution: choice 18
+        q = unit(at_least_float32(heads(q, self.config.n_head)))
         with without_autocast(x):
             rule, rows = self.config.rule(), self.phi(q) if keys is None else omega.kernel_rows(q, keys)
-            return self.finish(x, memory.apply(rule.memory, W, rows, q, rule.norm))
+            y = memory.apply(rule.memory, W, rows, q, rule.norm)
+        return self.finish(x, y)
 
 
 class AttentionState(NamedTuple):
@@ -327,15 +327,10 @@ class AttentionState(NamedTuple):
     v: torch.Tensor                                           # (B, H, 2, n, D), of h and x
     pos: int                                                  # tokens so far; in mac of the segment
 
-    @property
-    def sequences(self):
-        return len(self.k)
-
 
 def rope(x, pos):
-    """Rotary positions (Su et al. 2021): pairs of coordinates of x (B, H, T, D) turn by an angle that grows with the position."""
-    # long streams outgrow float32
-    half, exact = x.shape[-1] // 2, torch.float32 if x.device.type == "mps" else torch.float64
+    """Rotary positions (Su et al. 2021): pairs of coordinates of x (B, H, T, D) turn, the more the later."""
+    half, exact = x.shape[-1] // 2, torch.float32 if x.device.type == "mps" else torch.float64   # long streams need it
     freq = 10000.0 ** (-torch.arange(half, device=x.device, dtype=exact) / half)
     turns = torch.arange(pos, pos + x.shape[2], device=x.device, dtype=exact)[:, None] * (freq / (2 * math.pi))
     angle = (2 * math.pi * turns.frac()).to(x.dtype)
@@ -343,10 +338,10 @@ def rope(x, pos):
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-class Attention(Layer):
+class Attention(Module):
     """Causal softmax attention, full or with a sliding window: RoPE, normalised queries and keys. The baseline.
 
-    The window counts the token itself. `prefix` tokens are seen by every token, however far behind, and have no position.
+    The window counts the token itself. `prefix` tokens have no position; every token sees them, however far behind.
     """
 
     def __init__(self, config):
@@ -356,12 +351,9 @@ class Attention(Layer):
         self.q_norm, self.k_norm = Norm(config.head_dim), Norm(config.head_dim)
         self.out = nn.Linear(inner, config.n_embd, bias=False)
 
-    def init(self):
-        """All of its starting values are those of LM.init."""
-
     def project(self, x):
         """x (B, T, n_embd) -> q, k, v (B, H, T, D), before norm and rotation."""
-        return (a.unflatten(-1, (self.config.n_head, -1)).transpose(1, 2) for a in self.qkv(x).chunk(3, -1))
+        return (heads(a, self.config.n_head) for a in self.qkv(x).chunk(3, -1))
 
     def project_prefix(self, p, B):
         """Keys and values (B, H, P, D) of tokens p (P, n_embd) that stand before every sequence; without a position."""
@@ -370,7 +362,7 @@ class Attention(Layer):
 
     def forward(self, x, state=None, prefix=None):
         """x (B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState."""
-        self.check(x, state, AttentionState)
+        check_input(x, state, AttentionState, self.config.n_embd)
         if not x.shape[1]:
             return x, state
         w, pos = self.config.attn_window, state.pos if state else 0
@@ -384,9 +376,9 @@ class Attention(Layer):
 
 
 def attend(q, k, v, window, pk=None, pv=None):
-    """Attention of the last T positions (B, H, T, D) to k, v (B, H, n >= T, D), each to its last `window`, and to pk, pv.
+    """Attention of the last T positions (B, H, T, D) to k, v (B, H, n >= T, D), and to all of pk, pv.
 
-    A window of 0 is all. With a window it goes piece by piece: cost and memory are linear in T.
+    Each sees its last `window` positions; 0: all. With a window it goes piece by piece: the cost is linear in T.
     """
     T, w, before = q.shape[2], window, k.shape[2] - q.shape[2]
     if not before and pk is None and (w == 0 or w >= T):
@@ -409,17 +401,12 @@ class WiringState(NamedTuple):
     attention: AttentionState | None                          # of mac: the segment in progress
     frozen: tuple  # of mac: the fast weights, and keys, at the segment's start
 
-    @property
-    def sequences(self):
-        held = self.memory or self.attention
-        return held and held.sequences
 
-
-class Wiring(Layer):
+class Wiring(Module):
     """Memory and attention together, with persistent tokens p, after Titans (section 4, and its equation numbers).
 
-    M(..) learns as it reads; M*(..) only reads, the memory at the segment's start. SWA is attention with a sliding window,
-    in which p is like any token; in SWA* every token sees p, however far behind.
+    M(..) learns as it reads. M*(..) only reads, the memory at the segment's start. SWA is attention with a sliding
+    window, in which p is like any token. In SWA* every token sees p, however far behind.
 
         mag   y = SWA*(p | x),  o = norm(y) * sigmoid(norm(M(p | x)))                    Eq 26 - 28
         mal   o = SWA(norm(M(p | x)))                                                    Eq 29 - 31
@@ -436,19 +423,18 @@ class Wiring(Layer):
         self.init()
 
     def init(self):
-        """Starting values beyond those of nn.Linear."""
-        self.memory.init()
+        """Starting values beyond those of its parts."""
         if self.persistent is not None:
             nn.init.normal_(self.persistent)
 
     def forward(self, x, state=None):
-        """x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. ValueError as `check`."""
-        self.check(x, state, WiringState)
+        """x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. ValueError as `check_input`."""
+        check_input(x, state, WiringState, self.config.n_embd)
         state = state or WiringState(None, None, ())
         return getattr(self, self.config.wiring)(x, state) if x.shape[1] else (x, state)
 
     def remember(self, x, state):
-        """M(p | x): the persistent tokens come first, once -> what is read, the state, how many persistent tokens it has."""
+        """M(p | x): the persistent tokens come first, once -> what is read, the state, how many of them came now."""
         n = 0
         if state.memory is None and self.persistent is not None:
             n = len(self.persistent)
@@ -472,7 +458,7 @@ class Wiring(Layer):
         return y[:, n:], state._replace(attention=attention)
 
     def mac(self, x, state):
-        """Segment by segment (they do not overlap): read with the memory as it was, attend, write what was attended to."""
+        """Segment by segment (they do not overlap): read with the memory as it was, attend, write what that says."""
         outs = []
         while x.shape[1]:
             room = self.config.attn_window - (state.attention.pos if state.attention else 0)
@@ -505,11 +491,11 @@ class Wiring(Layer):
         return self.gated(y, m), WiringState(inner, AttentionState(ks, vs, pos + T), frozen)     # Titans Eq 25
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Module):
     """silu(x Gate) * (x Up) Out, the second half of a block (Shazeer 2020): (.., n_embd) -> (.., n_embd)."""
 
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         hidden = config.mlp_hidden or -(-config.n_embd * 8 // 3 // 16) * 16
         self.gate = nn.Linear(config.n_embd, hidden, bias=False)
         self.up = nn.Linear(config.n_embd, hidden, bias=False)
@@ -519,13 +505,14 @@ class SwiGLU(nn.Module):
         return self.out(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class Block(Module):
     """x + mixer(norm(x)), then x + SwiGLU(norm(x))."""
 
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         self.norm1, self.norm2 = Norm(config.n_embd), Norm(config.n_embd)
-        self.mixer = (Attention if config.mixer == "attention" else Memory if config.wiring == "lmm" else Wiring)(config)
+        mixer = Attention if config.mixer == "attention" else Memory if config.wiring == "lmm" else Wiring
+        self.mixer = mixer(config)
         self.mlp = SwiGLU(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -537,12 +524,11 @@ class Block(nn.Module):
 
 # ---- the language model
 
-class LM(nn.Module):
-    """A language model: tokens (B, T) -> logits (B, T, vocab_size). Every layer's state comes out and can go back in."""
+class LM(Module):
+    """A language model: tokens (B, T) -> logits (B, T, vocab_size). Every layer's state comes out and can go in."""
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.remat = False                                    # train.py's --remat: backward computes each block again
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -563,14 +549,15 @@ class LM(nn.Module):
             elif isinstance(m, Features):
                 m.init()
         nn.init.normal_(self.embed.weight, std=0.02 if self.config.tie else 1.0)
-        for block in self.blocks:
-            block.mixer.init()
+        for m in self.modules():
+            if isinstance(m, (Memory, Wiring)):
+                m.init()
 
     def forward(self, tokens, state=None):
-        """tokens (B, T) integers, state from an earlier call or None -> logits (B, T, vocab_size), state after the last token.
+        """tokens (B, T), state from an earlier call or None -> logits (B, T, vocab_size), state after the last token.
 
-        Any split of a sequence over calls gives the logits of the whole, to rounding. ValueError for tokens of another
-        shape, and for the state of another model.
+        Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape, and
+        for the state of another model.
         """
         check_tokens(tokens)
         state = state or [None] * len(self.blocks)
@@ -604,15 +591,15 @@ class LM(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, state=None):
-        """Yield max_new_tokens times the next token (B,), given tokens (B, T); call eval() first where there is dropout.
+        """Yield max_new_tokens times the next token (B,), given tokens (B, T). With dropout call eval() first.
 
-        temperature 0 takes the likeliest token; top_k 0 and top_p 1 are off. `state` is of a text before the tokens. Each
-        token costs the same, as long as the state does not grow (`holds_all`). ValueError at the first token: for an empty
-        prompt, or a temperature, top_k or top_p below 0.
+        temperature 0 takes the likeliest token; top_k 0 and top_p 1 are off. `state` is of a text before the tokens.
+        Each token costs the same, as long as the state does not grow (`holds_all`).
+        ValueError, at the first token, for an empty prompt, or a temperature, top_k or top_p below 0.
         """
         check_tokens(tokens)
         if not tokens.numel():
-            raise ValueError("a prompt has at least one token; to begin with nothing, give that of a newline, or any other")
+            raise ValueError("a prompt has at least one token; to begin with nothing, give that of a newline")
         if min(temperature, top_k, top_p) < 0:
             raise ValueError(f"temperature, top_k and top_p are at least 0, not {temperature}, {top_k}, {top_p}")
         for _ in range(max_new_tokens):
@@ -632,7 +619,7 @@ def check_tokens(tokens):
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """One token for each row of logits (B, V): temperature, then the top_k likeliest, then the fewest of total mass top_p."""
+    """One token for each row of logits (B, V): temperature, the top_k likeliest, the fewest of total mass top_p."""
     if temperature == 0:
         return logits.argmax(-1)
     logits, order = (logits / max(temperature, 1e-30)).sort(descending=True)
@@ -661,27 +648,3 @@ def state_bytes(state):
 def holds_all(config):
     """Does the state hold every token, so that it grows with the text?"""
     return config.features == "exp" if config.mixer == "memory" else not config.attn_window
-
-
-def properties(config):
-    """The columns of the paper's Table 1: dynamic decay, deep memory, non-linear capacity, locally optimal, flexible context."""
-    c = config
-    if c.mixer == "attention":
-        return [False, False, True, True, c.attn_window > 0]
-    phi = c.features in ("sketch", "exp") or c.features == "monomial" and c.degree > 1
-    return [c.keep, c.memory != "linear", phi, c.muon, c.window > 1]
-
-
-def main():
-    """Lists the models, and which columns of the paper's Table 1 they have."""
-    print(f"{'model':16}{'decay':>7}{'deep':>6}{'phi':>5}{'2nd':>5}{'window':>8}{'parameters':>12}{'bytes of state at 256, 1024':>30}")
-    for name in PRESETS:
-        model = build(name)
-        decay, deep, phi, second, window = ("x" if p else "-" for p in properties(model.config))
-        with torch.no_grad():
-            a, b = (state_bytes(model(torch.zeros(1, T, dtype=torch.long))[1]) for T in (256, 1024))
-        print(f"{name:16}{decay:>7}{deep:>6}{phi:>5}{second:>5}{window:>8}{model.num_params():>12,}{a:>16,}{b:>14,}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,28 +1,33 @@
-"""omega.py - how the memory learns at test time: the Omega rule, decay, momentum and Newton-Schulz (ATLAS sections 3-5).
+"""omega.py - how the memory learns at test time: the Omega rule, decay, momentum, Newton-Schulz (ATLAS sections 3-5).
 
-For every weight matrix W of the memory (Eq 9, 16, 32, 33; for their signs and misprints see the README, choices 3 - 6, 12):
+For every weight matrix W of the memory (Eq 9, 16, 32, 33; signs and misprints: README, choices 3 - 6 and 12):
 
     g_t = sum over i in (t - window, t] of gate[t, i] * grad_W l(M(phi(k_i)), v_i)      at the anchor
     S_t = momentum_t * S_{t-1} + g_t
-    W_t = keep_t * W_{t-1} - step_t * NS(S_t)                       NS for ATLAS only, else the identity
-    y_t = M(phi(q_t); W_t)                                          read after write
+    W_t = keep_t * W_{t-1} - step_t * NS(S_t)                 NS for ATLAS only, else the identity
+    y_t = M(phi(q_t); W_t)                                    read after write
 
-The anchor is W at the last chunk boundary. `omega_ref` is this text, token by token, with gradients by autograd: the definition.
-`omega` is the same function, chunk by chunk. At a fixed anchor the gradient of pair i is x_i^T d_i, what enters the matrix
-times the error of what leaves it. So for the tokens t of a chunk, with W_0 and S_0 from before it,
+The anchor is W at the last chunk boundary. `omega_ref` is this text, token by token, with gradients by autograd.
+It is the definition. `omega` is the same function, chunk by chunk. At a fixed anchor the gradient of pair i is
+x_i^T d_i: what enters the matrix times the error of what leaves it. So for the tokens t of a chunk
 
-    S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i                                                   Eq 33, 39
-    W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i                                        Eq 16
+    S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i                                             Eq 33, 39
+    W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i                                  Eq 16
 
-G, P and the other coefficients come from the gates alone: they are the rule itself, run on numbers (`mixing`). And no W_t is
-formed to be read. For all rows r_t of R at once, where X and D have the rows x_i and d_i, and o multiplies elementwise:
+where W_0 and S_0 stand before the chunk. G, P and the other coefficients come from the gates alone: they are the rule
+itself, run on numbers (`mixing`). No W_t is formed to be read. For all rows r_t of a matrix R at once
 
-    r_t W_t = keepprod_t (r_t W_0) + u_t (r_t S_0) + ((P o R X^T) D)_t     attention, with P in the place of the softmax
+    r_t W_t = keepprod_t (r_t W_0) + u_t (r_t S_0) + ((P o R X^T) D)_t
 
-With Newton-Schulz there are two matrices for each block of m = muon_every tokens: W_j, the memory before it, and O_j, the NS of
-the sum of S_t over the block before it (m = 1, the paper: of its own S_t). Then W_t = since_t W_j + own_t O_j       (choice 15)
+which is attention, with P in the place of the softmax. X and D have the rows x_i and d_i, o multiplies elementwise.
 
-keep leads back to zero, as printed, or with forget = "start" to M0: the same rule for W - M0 (choice 21). Symbols: memory.py.
+With Newton-Schulz there are two matrices for each block of m = muon_every tokens (choice 15): W_j, the memory before
+it, and O_j, the NS of the sum of S_t over the block before it (m = 1, the paper: of its own S_t). Then
+
+    W_t = since_t W_j + own_t O_j                                                             Eq 32
+
+keep leads back to zero, as printed, or with forget = "start" to M0: the same rule for W - M0 (choice 21).
+Symbols: memory.py.
 """
 from itertools import repeat
 from typing import NamedTuple
@@ -49,7 +54,7 @@ class Rule(NamedTuple):
     ball: float = 0.0  # largest norm of a matrix of W at a chunk boundary; 0: none
 
     def bound(self, W):
-        """W, with matrices of a norm above `ball` scaled back to it. The outer gradient takes the factor for a constant (choice 22)."""
+        """W, with matrices of a norm above `ball` scaled back to it. To the outer gradient the factor is a constant."""
         if not self.ball:
             return W
         norms = (torch.linalg.vector_norm(w.detach(), dim=(-2, -1), keepdim=True) for w in W)
@@ -65,7 +70,7 @@ class Gates(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that the rule carries from token t to t + 1, of bounded size (but for `exp` features, which keep all keys)."""
+    """All that the rule carries from token t to t + 1, of bounded size (`exp` features alone keep all keys)."""
     M0: tuple  # matrices (H, in, out) that W is counted from; () for zero
     W: tuple                                                  # W_t (less M0: `total` adds it), matrices (B, H, in, out)
     S: tuple                                                  # S_t, or () without momentum
@@ -86,7 +91,8 @@ def start(rule, phi, M0, batch, momentum=True):
     W = zeros if base else tuple(w.clone() for w in W)        # its own: an optimizer changes M0 in place
     block = zeros if rule.muon_every > 1 else ()
     none = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
-    return State(base, W, zeros if momentum else (), W, block, block, none, none, none if phi.kind == "exp" else None, 0)
+    keys = none if phi.kind == "exp" else None
+    return State(base, W, zeros if momentum else (), W, block, block, none, none, keys, 0)
 
 
 def total(state):
@@ -100,7 +106,7 @@ def check(rule, phi, gates, state):
     if phi.kind == "exp" and rule.muon_every:
         raise ValueError("exp features have no finite weights for Newton-Schulz; take muon_every = 0")
     if bool(state.S) != (gates.momentum is not None):
-        raise ValueError(f"a state with{'' if state.S else 'out'} momentum does not go with gates with{'out' if state.S else ''} it")
+        raise ValueError("of the state and the gates one has momentum and the other has none")
 
 
 # ---- the definition
@@ -108,14 +114,14 @@ def check(rule, phi, gates, state):
 def omega_ref(rule, phi, q, k, v, gates, state):
     """The rule of the module docstring, token by token; the gradient is autograd of the printed loss.
 
-    q, k, v (B, H, T >= 1, D), gates and state as in their classes -> y (B, H, T, D), state. Slow: for reading and for tests.
+    q, k, v (B, H, T >= 1, D), gates and state as in their classes -> y (B, H, T, D), state. It is slow.
     ValueError for `exp` features, of which no phi(x) can be written out.
     """
     check(rule, phi, gates, state)
     pos, held = state.pos, state.k.shape[2]                   # tokens from before these
 
     def one(M0, before, xq, q, xs, ks, vs, gates):
-        """One sequence, one head: phi(q) (T, E), q (T, D); of the `held` tokens and these phi(k) (held + T, E), k, v."""
+        """One sequence, one head: phi(q) (T, E), q (T, D), and phi(k) (held + T, E), k, v with the held ones."""
         (W, S, anchor, O, sums), (keep, step, momentum, gate) = before, gates
 
         def window_loss(W, pairs, weights):
@@ -159,9 +165,9 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 # ---- what depends on the gates alone, for all chunks at once
 
 def recur(factors, rows):
-    """y_t = factors_t * y_{t-1} + rows_t, from y = 0 on: factors (.., c), rows (.., c, k) -> y (.., c, k), its last row.
+    """y_t = factors_t * y_{t-1} + rows_t, from y = 0 on: factors (.., c), rows (.., c, k) -> y (.., c, k), y_c.
 
-    On a CPU step by step, in its cache. Elsewhere one product: y = A rows, A[t, s] the product of the factors s + 1 .. t.
+    On a CPU step by step, in its cache. Elsewhere y = A rows, where A[t, s] is the product of the factors s + 1 .. t.
     """
     if rows.device.type == "cpu" and not torch.compiler.is_compiling():
         y = [rows[..., :1, :]]
@@ -181,7 +187,7 @@ def from_one(factors, rows):
 
 
 def band(gate):
-    """The window mask of section 3.3, weighted: (.., c, w) -> (.., c, w - 1 + c), row t holds gate[t] from column t on."""
+    """The window mask of section 3.3, weighted: (.., c, w) -> (.., c, w - 1 + c). Row t: gate[t] from column t on."""
     *lead, c, w = gate.shape
     return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
@@ -189,10 +195,10 @@ def band(gate):
 def mixing(gates):
     """The rule, run on the coefficients of each x_i^T d_i, of S_0 and of W_0 instead of on matrices.
 
-        G_t = momentum_t * G_{t-1} + Gate_t          columns: the n pairs; with momentum momprod, of S_0       Eq 33, 39
-        P_t = keep_t * P_{t-1} - step_t * G_t        columns: the same, where u is of S_0; keepprod, of W_0        Eq 16
+        G_t = momentum_t * G_{t-1} + Gate_t       columns: the n pairs; with momentum momprod, of S_0    Eq 33, 39
+        P_t = keep_t * P_{t-1} - step_t * G_t     columns: the same, u in the place of momprod; keepprod, of W_0   Eq 16
 
-    gates (.., c) and (.., c, window) -> P (.., c, n), [keepprod, u] (.., c, 1) each, the last rows of P and G, all columns.
+    gates (.., c) and (.., c, window) -> P (.., c, n), [keepprod, u] (.., c, 1), the last rows of P and G, all columns
     """
     G = band(gates.gate)
     n, G_last = G.shape[-1], G[..., -1:, :]
@@ -206,20 +212,20 @@ def mixing(gates):
 def muon_mixing(gates, m):
     """The same where Newton-Schulz stands between S and W. The last block may be short.
 
-    -> (.., blocks, n): G, summed over the tokens of each block. With momentum it has momprod's column, too, and one row more,
-    of the last token. And (.., blocks, m, 2): own and since, the coefficients of O_j and W_j in W_t.
+    -> (.., blocks, n): G, summed over the tokens of each block. With momentum it has momprod's column, too, and one row
+    more, of the last token. And (.., blocks, m, 2): own and since, the coefficients of O_j and W_j in W_t.
     """
-    c, blocks, momentum = gates.keep.shape[-1], -(-gates.keep.shape[-1] // m), gates.momentum
-    # 1: t is in block j
-    R = torch.eye(blocks, dtype=gates.keep.dtype, device=gates.keep.device).repeat_interleave(m, 0)[:c]
+    keep, step, momentum, gate = gates
+    c, blocks = keep.shape[-1], -(-keep.shape[-1] // m)
+    R = torch.eye(blocks, dtype=keep.dtype, device=keep.device).repeat_interleave(m, 0)[:c]  # is token t in block j?
     if momentum is not None:                                  # R Theta, from the last token to the first:
         R = torch.cat([R, F.pad(R.new_ones(1, 1), (0, 0, c - 1, 0))], 1)         # R_s <- R_s + momentum_{s+1} R_{s+1}
-        R = recur(momentum.roll(-1, -1).flip(-1), R.flip(0).expand(*momentum.shape, -1))[0].flip(-2)
-    sums = R.mT @ band(gates.gate)
+        R = recur(momentum.roll(-1, -1).flip(-1), R.flip(0).expand(*keep.shape, -1))[0].flip(-2)
+    sums = R.mT @ band(gate)
     if momentum is not None:
         sums = torch.cat([sums, (momentum[..., :1, None] * R[..., :1, :]).mT], -1)
-    fill = blocks * m - c if blocks > 1 else 0
-    keep, step = (F.pad(a, (0, fill), value=x).unflatten(-1, (blocks, -1)) for a, x in ((gates.keep, 1.0), (gates.step, 0.0)))
+    fill = (0, blocks * m - c if blocks > 1 else 0)
+    keep, step = (a.unflatten(-1, (blocks, -1)) for a in (F.pad(keep, fill, value=1.0), F.pad(step, fill)))
     return sums, from_one(keep, -step[..., None])[0]
 
 
@@ -236,12 +242,12 @@ def gradients(rule, M0, anchor, xk, v, xw=None):
 
 
 def write(x, d, by):
-    """sum_i by[r, i] x_i^T d_i for each row r of by (N, r, n): x (N, n, in), d (N, n, out) -> r matrices (N, in, out)."""
+    """sum_i by[r, i] x_i^T d_i for each row of by (N, r, n): x (N, n, in), d (N, n, out) -> r matrices (N, in, out)."""
     return torch.bmm(x.mT, (by.mT[..., None] * d[:, :, None]).flatten(2)).chunk(by.shape[1], -1)
 
 
 def learn(rule, closes, part, M0, W, S, anchor):
-    """A chunk, or a part of one, learns without Newton-Schulz -> its last W_t and S_t (Eq 10, 12, 33), and its pairs."""
+    """A chunk, or a part of one, learns without Newton-Schulz -> its last W_t and S_t (Eq 10, 12, 33); its pairs."""
     xk, xw, v, P, G = part                                    # P, G: the last rows of mixing
     pairs, n = gradients(rule, M0, anchor or W, xk, v, xw), v.shape[1]
     new = [write(x, d, torch.cat([P[..., :n], G[..., :n]], 1) if S else P[..., :n]) for x, d in pairs]
@@ -253,7 +259,7 @@ def learn(rule, closes, part, M0, W, S, anchor):
 
 
 def muon_learn(rule, closes, part, M0, W, S, anchor, sums, O):
-    """The same with Newton-Schulz -> W, S, sums, O, and each block's W_j and O_j. O is given for a block in progress."""
+    """The same with Newton-Schulz -> W, S, sums, O; W_j and O_j of each block. O is given for a block in progress."""
     xk, v, by, coef = part                                    # by and coef: what muon_mixing returns
     n, blocks, every, begins, held = v.shape[1], coef.shape[1], rule.muon_every, not O, []
     new = [write(x, d, by[..., :n]) for x, d in gradients(rule, M0, anchor or W, xk, v)]  # of each matrix, a block
@@ -274,11 +280,11 @@ def muon_learn(rule, closes, part, M0, W, S, anchor, sums, O):
 
 
 def read(rule, xq, M0, held, coef, PQK=None, P=None, pairs=None):
-    """What all tokens read, each at its own W_t, layer by layer: phi(q) (M, c, E) -> (M, c, D), M chunks or blocks of all N.
+    """What all tokens read, each at its own W_t, layer by layer: phi(q) (M, c, E) of M chunks, or blocks -> (M, c, D).
 
         r_t M0 + keepprod_t (r_t W_0) + u_t (r_t S_0) + ((P o R X^T) D)_t
 
-    held: of each matrix W_0 and S_0, or W_j and O_j, (M, in, out); coef: their coefficients; PQK: P o phi(q) phi(k)^T.
+    held: of each matrix W_0 and S_0, or W_j and O_j, (M, in, out). coef: their coefficients. PQK: P o phi(q) phi(k)^T.
     """
     def of_matrix(i, rows):
         W = list(held[i])
@@ -353,7 +359,7 @@ AT_ONCE = 12_000_000  # numbers of phi(q) in a run: the memory that a long text 
 
 
 def omega(rule, phi, q, k, v, gates, state):
-    """The rule, chunk-parallel: arguments, returns and errors of `omega_ref`, for any length, any state, any features."""
+    """The rule, chunk-parallel. Arguments, returns and errors of `omega_ref`; any length, state and features."""
     check(rule, phi, gates, state)
     if not q.shape[2]:
         return v, state
@@ -387,7 +393,7 @@ def cuts(T, pos, chunk, every, at_once):
 
 
 def run(rule, phi, c, count, q, k, v, gates, state):
-    """`count` chunks of c tokens, or c tokens of one chunk: q, k, v (B, H, count c, D) -> y (B, H, count c, D), state."""
+    """`count` chunks of c tokens, or c tokens of a chunk: q, k, v (B, H, count c, D) -> y (B, H, count c, D), state."""
     B, H, pos = *q.shape[:2], (state.pos + c) % rule.chunk
     group = lambda name: [a.expand(B, *a.shape[-3:]).flatten(0, 1) for a in getattr(state, name)]  # -> (N, in, out)
     tokens = lambda a: a.flatten(0, 1).unflatten(1, (count, c))                  # (B, H, T, ..) -> (N, count, c, ..)
@@ -428,7 +434,7 @@ def with_past(rule, state, k, v, gate):
 
 
 def windows(a, count, c, n):
-    """Stretches of n rows, one begins every c: (N, (count - 1) c + n, ..) -> (N, count, n, ..). (unfold's gradient is slow.)"""
+    """Stretches of n rows, one begins every c: (N, (count - 1) c + n, ..) -> (N, count, n, ..), as unfold, but fast."""
     if count == 1:
         return a[:, None]
     more = -(-n // c)
@@ -436,12 +442,12 @@ def windows(a, count, c, n):
     return torch.cat([a[:, i: i + count, : n - i * c] for i in range(more)], 2)
 
 
-# ---- `exp` features: phi* is infinite (Eq 22), but a memory only holds sums of phi*(k_i)^T d_i, so it is its coefficients
+# ---- `exp` features: phi* is infinite (Eq 22), but a memory is a sum of phi*(k_i)^T d_i, and here their coefficients
 
 def write_keys(rule, state, q, k, ks):
-    """The first matrix gets one row for every key of the text, after D rows for the degree-1 part, where M0 lives (choice 19).
+    """The first matrix gets a row for every key of the text, after D rows for the degree-1 part, where M0 lives.
 
-    Reading multiplies by [r, exp(r . k_1), exp(r . k_2), ..] (Eq 23). Writing pair i adds to its row alone: x_i is one-hot.
+    Reading multiplies by [r, exp(r . k_1), ..] (Eq 23). Writing pair i adds to its row: x_i is one-hot (choice 19).
     """
     keys, firsts = torch.cat([state.keys, k], 2), memory.firsts(rule.memory)
     width = q.shape[-1] + keys.shape[2]

@@ -35,9 +35,9 @@ def patterns(p):
 
 
 def monomials(x, exponents, scale=1):
-    """All x_i^r x_j^s .. with i < j < .., for exponents (r, s, ..), times `scale` and the root of the multinomial coefficient.
+    """All x_i^r x_j^s .. with i < j < .., for exponents (r, s, ..), times `scale` and the root of their multinomial.
 
-    The root makes phi(x) . phi(y) = (x . y)^p. x (.., D, T) -> a list of pieces, in all (.., C(D, n), T) for n exponents.
+    The root makes phi(x) . phi(y) = (x . y)^p. x (.., D, T) -> pieces, in all (.., C(D, n), T) for n exponents.
     """
     (r, *rest), D, n = exponents, x.shape[-2], len(exponents) - 1
     powers = (scale * math.comb(sum(exponents), r) ** 0.5) * (x ** r if r > 1 else x)

@@ -16,9 +16,9 @@ import os
 import signal
 import sys
 import time
-import zipfile
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -31,8 +31,13 @@ from data import TOKENIZERS, UserError, batch, make_tokenizer, read, replacing, 
 from models import LM, PRESETS, SIZES, Config, check, detach, flag, holds_all, opt
 from muon import Muon, make_optimizers, native_bfloat16
 
+RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))     # torchrun sets these
+FORMAT = 3                                                    # of checkpoints
+LONGEST = 16384                                               # tokens a stream, in `report`
+SAMPLE = 200                                                  # tokens of the sample at the end
 
-# ---- settings and flags
+
+# ---- settings: each field is a flag
 
 @dataclass
 class TrainConfig:
@@ -46,24 +51,21 @@ class TrainConfig:
     resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings (not --device, --threads, --compile)")
     init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and tokenizer")
     steps: int = opt(600, "optimizer steps", low=1)
-    stop_after: int = opt(0, "save and stop after this step, as Ctrl-C would, but with exit code 0; 0: never")
     seed: int = opt(1337, "of weights, batches and dropout")
     batch_size: int = opt(8, "sequences a forward pass", low=1)
     grad_accum: int = opt(1, "forward passes a step", low=1)
     seq_len: int = opt(256, "tokens a sequence", low=1)
     optimizer: str = opt("adamw", "muon: for hidden matrices, beside AdamW for the rest", choices=("adamw", "muon"))
-    lr: float = opt(2e-3, "peak learning rate of AdamW")
+    lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
     embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr")
     muon_lr: float = opt(2e-2, "peak learning rate of the outer Muon")
     beta2: float = opt(0.95, "decay of AdamW's second moment")
     weight_decay: float = opt(0.1, "of hidden matrices; nothing else decays")
     grad_clip: float = opt(1.0, "greatest norm of the gradient; 0: no clipping")
     warmup: int = opt(20, "steps of linear warmup; unless given at most a tenth of --steps")
-    decay_frac: float = opt(1.0, "last fraction of the run, over which the rates fall linearly to 0")
     eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
     eval_windows: int = opt(64, "about so many evenly spaced validation windows while training; 0: all")
     log_every: int = opt(10, "steps between log lines", low=1)
-    sample_tokens: int = opt(200, "length of the sample at the end")
     device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32", choices=("auto", "float32", "bfloat16"))
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
@@ -72,13 +74,8 @@ class TrainConfig:
 
     def __post_init__(self):
         check(self)
-        if self.warmup > self.steps:
-            raise ValueError(f"--warmup {self.warmup} is longer than --steps {self.steps}")
-        if self.decay_frac > 1 or self.beta2 >= 1:
-            raise ValueError(f"--decay-frac must be at most 1, --beta2 below 1, not {self.decay_frac}, {self.beta2}")
 
 
-RUN_FLAGS = {f.name for f in fields(TrainConfig)}             # all others are of the network
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)       # 0.5M tokens a step: App. E
 TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES
     "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, muon_lr=4e-2, steps=1150, eval_every=575),
@@ -88,67 +85,258 @@ TRAIN_SIZES = {                                               # differences from
     "760m": dict(PAPER, steps=60_000, lr=1.25e-3),
     "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
 }
-LAUNCH = {"out", "resume", "stop_after", "device", "compile", "threads"}         # never read from a checkpoint
-FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "sample_tokens", "remat"}     # may differ on --resume
 NO_FLAG = "vocab_size", "mixer"                               # which the tokenizer and the preset decide
-RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))     # torchrun sets these
+LAUNCH = {"out", "resume", "device", "compile", "threads"}    # never read from a checkpoint
+FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat"}            # may differ on --resume
+KEPT = {"model", "size", "tokenizer", "bpe_size"}             # that of the checkpoint on --init
 
 
-def add_flags(group, cls, presets, skip=()):
-    """One flag for each field of a dataclass. A flag that was not given is absent from the result."""
-    for f in fields(cls):
-        kind, choices = type(f.default), f.metadata.get("choices")
-        how = dict(type=kind, choices=choices, metavar=None if choices else kind.__name__.upper())
-        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
-        if f.name not in skip:
-            text = f"{f.metadata['help']} [{presets.get(f.name, f.default)}]".replace("%", "%%")
-            group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=text, **how)
+def settings(given, old=None):
+    """Flags that were given, and the checkpoint of --resume or --init, if any -> TrainConfig, Config.
 
-
-def parse(argv=None):
-    """-> dict of the flags that were given."""
-    parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "
-                    "--model (models.PRESETS), that over --size (models.SIZES, TRAIN_SIZES).")
-    presets = {**TRAIN_SIZES["tiny"], **SIZES["tiny"], **PRESETS[TrainConfig.model]}
-    add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
-    add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    return vars(parser.parse_args(argv))
-
-
-def settings(given, ckpt=None, origin=None):
-    """Flags that were given, the checkpoint of --resume or that of --init (origin) -> TrainConfig, Config."""
-    run, network = old_settings(given, ckpt) if ckpt else new_settings(given, origin)
+    A new run has defaults < size < preset < flags. --init puts its network in the place of size and preset.
+    """
+    resume, was = given.get("resume"), {**old["config"], **old["train"]} if old else {}
+    for name in given.keys() - FREE if resume else given.keys() & KEPT & was.keys():
+        if given[name] != was[name]:
+            remedy = "" if name in KEPT else ", or begin a new run with these weights: --init CHECKPOINT --out FOLDER"
+            raise UserError(f"{flag(name)} is {was[name]} in {old['path']}, not {given[name]}; drop the flag{remedy}")
+    size = was.get("size", given.get("size", "auto"))
+    if size == "auto":
+        size = "baby" if given.get("device") != "cpu" and torch.cuda.is_available() else "tiny"
+    run = {name: was[name] for name in (old["train"].keys() - LAUNCH if resume else KEPT & was.keys())}
+    network = old["config"] if old else {**SIZES[size], **PRESETS[given.get("model", TrainConfig.model)]}
+    ours = given.keys() & {f.name for f in fields(TrainConfig)}
+    run = {**TRAIN_SIZES[size], **run, **{name: given[name] for name in ours}, "size": size}
     try:
-        return TrainConfig(**run), Config(**network)
+        tc, config = TrainConfig(**run), Config(**{**network, **{name: given[name] for name in given.keys() - ours}})
     except ValueError as fault:
         raise UserError(fault) from None
+    if not resume and "warmup" not in given:
+        tc.warmup = min(tc.warmup, tc.steps // 10)
+    return tc, config
 
 
-def old_settings(given, ckpt):
-    """On --resume: those of the checkpoint. A flag that would change the run is refused."""
-    old = {**ckpt["config"], **ckpt["train"]}
-    for name, value in given.items():
-        if name not in FREE and old[name] != value:
-            raise UserError(f"--resume: {flag(name)} is {old[name]} in {ckpt['path']}, not {value}; drop the flag, or "
-                            "begin a new run with these weights: --init CHECKPOINT --out FOLDER")
-    run = {n: given.get(n, v) for n, v in ckpt["train"].items() if n not in LAUNCH or n in given}
-    return {**run, "warmup": min(run["warmup"], run["steps"])}, ckpt["config"]
+# ---- a step
+
+def lr_scale(step, tc):
+    """The factor of the peak rates at `step`, from 0: linear warmup, then linear decay to 0 at --steps."""
+    return min((step + 1) / max(tc.warmup, 1), 1 - step / tc.steps)
 
 
-def new_settings(given, origin=None):
-    """In a new run: defaults < size < preset < flags. With --init its network takes the place of size and preset."""
-    run = {n: v for n, v in given.items() if n in RUN_FLAGS and (n, v) != ("size", "auto")}
-    for name in ("model", "size", "tokenizer", "bpe_size") if origin else ():
-        was = origin["train"][name]
-        if run.setdefault(name, was) != was:
-            raise UserError(f"--init: {flag(name)} is {was} in {origin['path']}, not {run[name]}; drop the flag")
-    cuda = given.get("device", "auto") in ("auto", "cuda") and torch.cuda.is_available()
-    size = run.setdefault("size", "baby" if cuda else "tiny")
-    run = {"steps": TrainConfig.steps, "warmup": TrainConfig.warmup, **TRAIN_SIZES[size], **run}
-    if "warmup" not in given:
-        run["warmup"] = min(run["warmup"], run["steps"] // 10)
-    network = origin["config"] if origin else {**SIZES[size], **PRESETS[given.get("model", TrainConfig.model)]}
-    return run, {**network, **{n: v for n, v in given.items() if n not in RUN_FLAGS}}
+def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
+    """One outer step at `scale` times the peak rates -> loss, gradient norm. Raises Halt if one is not finite."""
+    x, y = (a.to(device) for a in batch(ids, tc.seed, step, tc.batch_size * tc.grad_accum, tc.seq_len))
+    passes, loss = list(zip(x.split(tc.batch_size), y.split(tc.batch_size))), 0.0
+    for x, y in passes[RANK::PROCESSES]:
+        with autocast(device, dtype):
+            share = model.loss(x, y) / tc.grad_accum
+        share.backward()
+        loss = loss + share.detach()
+    if PROCESSES > 1:
+        for a in (loss, *(p.grad for p in model.parameters() if p.grad is not None)):
+            dist.all_reduce(a)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip or math.inf)
+    loss, norm = float(loss), float(norm)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise Halt(f"step {step + 1}: loss {loss}, gradient norm {norm}; stopped before the update, saved files are "
+                   f"intact; lower {'--lr or --muon-lr' if step else '--max-step'}")
+    update(optimizers, tc, scale)
+    return loss, norm
+
+
+def update(optimizers, tc, scale):
+    """Each parameter takes a step along its gradient, at `scale` times the peak rates."""
+    for optimizer in optimizers:
+        peak = tc.muon_lr if isinstance(optimizer, Muon) else tc.lr
+        for group in optimizer.param_groups:
+            group["lr"] = peak * group.get("times", 1.0) * scale
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32):
+    """Mean loss in nats a token over a split cut into windows of seq_len, or about max_windows of them, evenly spaced.
+
+    The memory starts anew in each window. With carry=True it reads the split as batch_size long streams instead.
+    """
+    device, was_training, state = next(model.parameters()).device, model.training, None
+    every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
+    total, n = 0.0, 0
+    model.eval()
+    for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
+        # shapes that come once, as a last window or the length of a cache, are not worth compiling
+        odd = x.shape != (batch_size, seq_len) or carry and model.config.mixer == "attention"
+        x, y = x.to(device), y.to(device)
+        with autocast(device, dtype), torch.compiler.set_stance("force_eager") if odd else nullcontext():
+            logits, after = model(x, state)
+        total += F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum").item()
+        n += y.numel()
+        state = detach(after) if carry else None
+    model.train(was_training)
+    return total / n
+
+
+# ---- the loop
+
+def train(model, optimizers, run, tc, splits, device, dtype):
+    """The loop from run["step"] on -> the number of the signal that stopped it, or None after --steps."""
+    out, first, began = Path(tc.out), run["step"], time.perf_counter() - run["seconds"]
+    validate = partial(evaluate, model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
+    if first == 0:
+        run["start"] = validate()
+        say(f"step {0:5d}/{tc.steps}  val {run['start']:.4f}")
+    with noted_signals() as noted:
+        for step in range(first + 1, tc.steps + 1):
+            tick, scale = time.perf_counter(), lr_scale(step - 1, tc)
+            torch.manual_seed(tc.seed + RANK + step * PROCESSES)     # of dropout: a function of (seed, step, process)
+            loss, norm = train_step(model, optimizers, tc, splits[0], step - 1, scale, device, dtype)
+            speed = tc.batch_size * tc.grad_accum * tc.seq_len / (time.perf_counter() - tick)
+            if step == first + 1 and RANK == 0:               # only now that a step has worked are older files touched
+                begin_files(out, run)
+            val = validate() if step % tc.eval_every == 0 or step == tc.steps else None
+            run.update(step=step, seconds=time.perf_counter() - began, val=val)
+            if val is not None or step % tc.log_every == 0 or step == 1:
+                eta = timedelta(seconds=int((tc.steps - step) * run["seconds"] / step))
+                say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  grad norm {norm:.2f}  lr {tc.lr * scale:.2e}  "
+                    f"{speed:,.0f} tokens/s  eta {eta}" + ("" if val is None else f"  val {val:.4f}"))
+                with open(os.devnull if RANK else out / "log.csv", "a") as log:
+                    log.write(f"{step},{loss:.6f},{'' if val is None else f'{val:.6f}'},{norm:.4f},{tc.lr * scale:.3g},"
+                              f"{speed:.0f},{run['seconds']:.1f}\n")
+            if val is not None and val < run["best"]:         # never true of nan
+                run["best"] = val
+                save_checkpoint(out / "best.pt", run, model, optimizers)
+            number = torch.tensor(noted[0] if noted else 0, device=device)
+            if PROCESSES > 1:                                 # all stop, whichever has had the signal
+                dist.all_reduce(number, dist.ReduceOp.MAX)
+            if val is not None or number:
+                save_checkpoint(out / "ckpt.pt", run, model, optimizers)
+            if number and step < tc.steps:
+                say(f"stopped after step {step}; to go on: python train.py --resume --out {tc.out!r}")
+                return int(number)
+
+
+@contextmanager
+def noted_signals():
+    """Within, the first Ctrl-C or SIGTERM is added to the list that this yields; a second one stops at once."""
+    noted = []
+
+    def note(number, frame):
+        if noted and PROCESSES == 1:                          # torchrun passes on a Ctrl-C that all have had already
+            raise KeyboardInterrupt(number)
+        noted.append(number)
+        with suppress(OSError):                               # the same Ctrl-C may have ended `2>&1 | tee log`
+            os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def finish(model, run, tc, splits, tokenizer, device, dtype):
+    """What the best weights make of the whole validation split, and a sample."""
+    ckpt = load_checkpoint(tc.out)
+    model.load_state_dict(ckpt["model"])
+    say(f"\nbest step {ckpt['step']} on the whole validation split, in windows of {tc.seq_len}:")
+    loss = report(model, tokenizer, splits[1], tc.seq_len, tc.batch_size, dtype)
+    how = dict(temperature=0.8, generator=torch.Generator(device).manual_seed(tc.seed))
+    say("\n" + "".join(continue_text(model, tokenizer, encode_prompt(tokenizer, ""), SAMPLE, **how)) + "\n")
+    if device.type == "cuda":
+        say(f"peak memory on the GPU: {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB")
+    if run["val"] <= run["start"]:
+        say(f"done: {tc.model} on {run['data']['used']}, best validation loss {loss:.4f} nats/token, "
+            f"{loss / math.log(2):.4f} bits/token (whole split), {timedelta(seconds=int(run['seconds']))}")
+    else:                                                     # or nan
+        say(f"warning: the validation loss rose from {run['start']:.4f} before the first step to {run['val']:.4f}; "
+            "lower --lr and --muon-lr")
+
+
+def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
+    """Says the mean loss of a split, memory reset at each window and carried -> the former, in nats a token."""
+    losses = []
+    for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams")):
+        # where the state holds every token, each costs more than the last
+        part = ids[: batch_size * LONGEST + 1] if carry and holds_all(model.config) else ids
+        losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype))
+        bits = losses[-1] / math.log(2)
+        say(f"  {name:27s}  {len(part):,} tokens  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  "
+            f"{bits / tokenizer.bytes_a_token(part):.4f} bits/byte")
+    return losses[0]
+
+
+def encode_prompt(tokenizer, prompt):
+    """The ids to start from; for an empty prompt that of a newline, or id 0 where the vocabulary has none."""
+    return tokenizer.encode(prompt) if prompt else [tokenizer.tokens.index(b"\n") if b"\n" in tokenizer.tokens else 0]
+
+
+def continue_text(model, tokenizer, ids, n, **how):
+    """Yields what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate."""
+    feed = tokenizer.stream()
+    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
+    for token in model.eval().generate(tokens, n, **how):
+        yield feed(token)
+    yield feed(final=True)
+
+
+# ---- checkpoints
+
+def save_checkpoint(path, run, model, optimizers):
+    """The whole state of a run, all or nothing: written beside the target, synced, then renamed over it."""
+    if RANK:
+        return
+    state = dict(run, format=FORMAT, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers])
+    try:
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
+        raise Halt(f"cannot write {path} ({fault}); disk full? The checkpoint saved before is intact") from None
+
+
+def load_checkpoint(path):
+    """A checkpoint file, or the best (else the last) of a folder -> dict, with its "path"."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / ("best.pt" if (path / "best.pt").exists() else "ckpt.pt")
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        if ckpt["format"] != FORMAT:
+            raise ValueError
+    except Exception as fault:                                # its type depends on what the file is
+        raise UserError(f"cannot load {path} ({type(fault).__name__}): missing, damaged, or no checkpoint of this "
+                        "version of train.py, which makes one in --out") from None
+    return dict(ckpt, path=str(path))
+
+
+def rebuild(ckpt, config=None):
+    """The model, with this Config or its own, and the tokenizer of a checkpoint."""
+    model = LM(config or Config(**ckpt["config"]))
+    try:
+        model.load_state_dict(ckpt["model"])
+    except RuntimeError:
+        raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes") from None
+    return model, tokenizer_from_state(ckpt["tokenizer"])
+
+
+def begin_files(out, run):
+    """Makes the folder ready for the steps after this one. A new run moves what an earlier one left to OUT/old-N."""
+    left = [out / name for name in ("ckpt.pt", "best.pt", "log.csv", "config.json") if (out / name).exists()]
+    if left and run["step"] == 0:
+        old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
+        old.mkdir()
+        for path in left:
+            os.replace(path, old / path.name)
+        say(f"an earlier run lay in {out}; it is now in {old}")
+    log = out / "log.csv"
+    rows = log.read_text().splitlines()[1:] if log.exists() else []
+    rows = [row for row in rows if int(row.partition(",")[0]) <= run["step"]]
+    with replacing(log) as temporary:                         # without what a killed run logged but did not save
+        temporary.write_text("\n".join(["step,loss,val,grad_norm,lr,tokens_per_s,seconds", *rows, ""]))
+    (out / "config.json").write_text(json.dumps({key: run[key] for key in ("train", "config", "data")}, indent=1))
 
 
 # ---- what all programs share: the command line, the device
@@ -179,6 +367,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
 
 
+def add_flags(group, cls, presets, skip=()):
+    """One flag for each field of a dataclass. A flag that was not given is absent from the result."""
+    for f in fields(cls):
+        if f.name not in skip:
+            how = dict(type=f.type, choices=f.metadata["choices"])
+            how = dict(action=argparse.BooleanOptionalAction) if f.type is bool else how
+            text = f"{f.metadata['help']} [{presets.get(f.name, f.default)}]".replace("%", "%%")
+            group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=text, **how)
+
+
 def at_least(kind, low, high=2**31 - 1):
     """An argparse type: a number in [low, high]."""
     def number(text):
@@ -189,7 +387,7 @@ def at_least(kind, low, high=2**31 - 1):
     return number
 
 
-def say(text=""):
+def say(text):
     """A line on stdout. A run outlives its reader, as `| head`, for it has things to save."""
     try:
         print(text, flush=True)
@@ -210,7 +408,7 @@ def exit_code(task):
     except (UserError, Halt, OSError) as fault:
         code, message = 2 if isinstance(fault, UserError) else 1, fault
     except (MemoryError, RuntimeError) as fault:
-        if not (isinstance(fault, MemoryError) or "out of memory" in str(fault) or "allocate memory" in str(fault)):
+        if not any(words in repr(fault) for words in ("MemoryError", "out of memory", "allocate memory")):
             raise
         code, message = 1, "out of memory; lower --batch-size, --seq-len, --chunk or the size, or train with --remat"
     print(f"error: {message}", file=sys.stderr, flush=True)
@@ -219,9 +417,8 @@ def exit_code(task):
 
 def setup(device_name, threads=0):
     """The torch.device of a --device, with torch set up for speed. To be called before the first product."""
-    there = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    name = ("cuda" if there["cuda"] else "cpu") if device_name == "auto" else device_name
-    if not there[name]:
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device_name == "auto" else device_name
+    if not torch.get_device_module(name).is_available():
         raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
     torch.set_flush_denormal(True)                            # decayed gates fall below 1e-38, where Intel cores crawl
     if threads:
@@ -247,287 +444,16 @@ def autocast(device, dtype):
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
-def peak_memory(device):
-    """The most memory that this program has held so far, as words for a line."""
-    if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB on the GPU"
-    from resource import RUSAGE_SELF, getrusage               # not on Windows
-    return f"{getrusage(RUSAGE_SELF).ru_maxrss / 2**(20 if sys.platform == 'darwin' else 10):,.0f} MiB"
+# ---- a run
 
-
-# ---- checkpoints
-
-FORMAT = 3
-LONGEST = 16384                                               # tokens, in `report`
-COLUMNS = "step,loss,val,grad_norm,lr,tokens_per_s,seconds"
-FILES = "ckpt.pt", "best.pt", "log.csv", "config.json"        # what a run leaves in --out
-
-
-def save_checkpoint(path, run, model, optimizers):
-    """The whole state of a run, all or nothing: written beside the target, synced, then renamed over it."""
-    if RANK:
-        return
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise Halt(f"step {run['step']}: weights are not finite; not saved, so checkpoints are good; lower --lr")
-    state = dict(run, format=FORMAT, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers])
-    try:
-        with replacing(path) as temporary, open(temporary, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
-        raise Halt(f"cannot write {path} ({fault}); disk full? The checkpoint saved before is intact") from None
-
-
-def load_checkpoint(path):
-    """A checkpoint file, or the best (else the last) of a folder -> dict, with its "path"."""
-    path = Path(path)
-    if path.is_dir():
-        path = path / ("best.pt" if (path / "best.pt").exists() else "ckpt.pt")
-    try:
-        with zipfile.ZipFile(path) as archive:                # torch.load checks no sums
-            damaged = archive.testzip()
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        if damaged or ckpt["format"] != FORMAT:
-            raise ValueError
-    except FileNotFoundError:
-        raise UserError(f"no checkpoint {path}; python train.py makes one in --out") from None
-    except Exception:                                         # its type depends on what the file is
-        raise UserError(f"{path} is damaged, or no checkpoint of this version of train.py; take another, or train "
-                        "again") from None
-    return dict(ckpt, path=str(path))
-
-
-def rebuild(ckpt, config=None):
-    """The model, with this Config or its own, and the tokenizer of a checkpoint."""
-    model = LM(config or Config(**ckpt["config"]))
-    try:
-        model.load_state_dict(ckpt["model"])
-    except RuntimeError:
-        raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes") from None
-    return model, tokenizer_from_state(ckpt["tokenizer"])
-
-
-def begin_files(out, run):
-    """Makes the folder ready for the steps after this one. A new run moves what an earlier one left to OUT/old-N."""
-    left = [out / name for name in FILES if (out / name).exists()]
-    if left and run["step"] == 0:
-        old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
-        old.mkdir()
-        for path in left:
-            os.replace(path, old / path.name)
-        say(f"an earlier run lay in {out}; it is now in {old}")
-    log = out / "log.csv"
-    rows = log.read_text().splitlines()[1:] if log.exists() else []
-    rows = [row for row in rows if (n := row.partition(",")[0]).isdecimal() and int(n) <= run["step"]]
-    with replacing(log) as temporary:                         # without what a killed run logged but did not save
-        temporary.write_text("\n".join([COLUMNS, *rows, ""]))
-    (out / "config.json").write_text(json.dumps({key: run[key] for key in ("train", "config", "data")}, indent=1))
-
-
-# ---- training
-
-@contextmanager
-def noted_signals():
-    """Within, the first Ctrl-C or SIGTERM is added to the list that this yields; a second one stops at once."""
-    noted = []
-
-    def note(number, frame):
-        if noted and PROCESSES == 1:                          # torchrun passes on a Ctrl-C that all have had already
-            raise KeyboardInterrupt(number)
-        noted.append(number)
-        with suppress(OSError):                               # the same Ctrl-C may have ended `2>&1 | tee log`
-            os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def lr_scale(step, tc):
-    """The factor of the peak rates at `step`, from 0: linear warmup, constant, linear decay to 0 at --steps."""
-    rise = (step + 1) / tc.warmup if tc.warmup else 1.0
-    fall = (1 - step / tc.steps) / tc.decay_frac if tc.decay_frac else 1.0
-    return min(rise, 1.0, fall)
-
-
-def one_pass(model, x, y, dtype, passes=1):
-    """Forward and backward, one of the `passes` of a step -> its share of the loss. p.grad grows by its share."""
-    with autocast(x.device, dtype):
-        loss = model.loss(x, y) / passes
-    loss.backward()
-    return loss.detach()
-
-
-def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
-    """One outer step at `scale` times the peak rates -> loss, norm of the gradient before clipping.
-
-    Raises Halt, and changes no weight, if one of the two is not finite.
-    """
-    x, y = (a.to(device) for a in batch(ids, tc.seed, step, tc.batch_size * tc.grad_accum, tc.seq_len))
-    parts, loss = list(zip(x.split(tc.batch_size), y.split(tc.batch_size))), 0.0
-    for part in parts[RANK::PROCESSES]:
-        loss = loss + one_pass(model, *part, dtype, tc.grad_accum)
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if PROCESSES > 1:
-        for a in (loss, *grads.values()):
-            dist.all_reduce(a)
-    norm = torch.nn.utils.get_total_norm(grads.values())
-    loss, size = float(loss), float(norm)
-    if not (math.isfinite(loss) and math.isfinite(size)):
-        where = next((f"the gradient of {name}" for name, g in grads.items() if not g.isfinite().all()), "their sum")
-        raise Halt(f"step {step + 1}: loss {loss}, gradient norm {size}, first in {where}; stopped before the update, "
-                   f"so checkpoints are good; lower {'--lr or --muon-lr' if step else '--max-step'}")
-    if tc.grad_clip:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), tc.grad_clip, norm)
-    update(optimizers, tc, scale)
-    return loss, size
-
-
-def update(optimizers, tc, scale):
-    """Each parameter takes a step along its gradient, at `scale` times the peak rates."""
-    for optimizer in optimizers:
-        peak = tc.muon_lr if isinstance(optimizer, Muon) else tc.lr
-        for group in optimizer.param_groups:
-            group["lr"] = peak * group.get("times", 1.0) * scale
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def compile_model(model, x, y, dtype):
-    """Compiles, and tries it on one batch. Where that fails, says so and goes on without."""
-    try:
-        torch.compiler.set_stance("default")
-        model.compile_memory()
-        one_pass(model, x, y, dtype)
-    except Exception as fault:                                # one that is not the compiler's comes again without it
-        torch.compiler.set_stance("force_eager")
-        say(f"warning: torch.compile failed, going on without it: {str(fault).partition(chr(10))[0]}")
-    model.zero_grad()
-
-
-@torch.no_grad()
-def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32):
-    """Mean loss in nats a token over a split cut into windows of seq_len, or about max_windows of them, evenly spaced.
-
-    The memory starts anew in each window. With carry=True it reads the split as batch_size long streams instead.
-    """
-    device, was_training, state = next(model.parameters()).device, model.training, None
-    every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
-    total, n = 0.0, 0
-    model.eval()
-    for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
-        # shapes that come once, as a last window or the length of a cache, are not worth compiling
-        odd = x.shape != (batch_size, seq_len) or carry and model.config.mixer == "attention"
-        x, y = x.to(device), y.to(device)
-        with autocast(device, dtype), torch.compiler.set_stance("force_eager") if odd else nullcontext():
-            logits, after = model(x, state)
-        total += F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum").item()
-        n += y.numel()
-        state = detach(after) if carry else None
-    model.train(was_training)
-    return total / n
-
-
-def train(model, optimizers, run, tc, splits, device, dtype):
-    """The loop from run["step"] on -> None after --steps, the signal that stopped it, or 0 for --stop-after."""
-    out, first, earlier, began = Path(tc.out), run["step"], run["seconds"], time.perf_counter()
-    validate = partial(evaluate, model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
-    if first == 0:
-        run["start"] = validate()
-        say(f"validation loss before the first step: {run['start']:.4f}")
-    with noted_signals() as noted:
-        for step in range(first + 1, tc.steps + 1):
-            tick, scale = time.perf_counter(), lr_scale(step - 1, tc)
-            torch.manual_seed(tc.seed + RANK + step * PROCESSES)     # of dropout: a function of (seed, step, process)
-            loss, norm = train_step(model, optimizers, tc, splits[0], step - 1, scale, device, dtype)
-            speed = tc.batch_size * tc.grad_accum * tc.seq_len / (time.perf_counter() - tick)
-            if step == first + 1 and RANK == 0:               # only now that a step has worked are older files touched
-                begin_files(out, run)
-            val = validate() if step % tc.eval_every == 0 or step == tc.steps else None
-            elapsed = time.perf_counter() - began
-            run.update(step=step, seconds=earlier + elapsed)
-            if val is not None or step % tc.log_every == 0 or step == 1:
-                eta = (tc.steps - step) * elapsed / (step - first)
-                text, lr = "" if val is None else f"{val:.6f}", tc.lr * scale
-                say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  val {text or '-':8s}  grad norm {norm:.2f}  "
-                    f"lr {lr:.2e}  {speed:,.0f} tokens/s  eta {int(eta) // 60}m{int(eta) % 60:02d}s")
-                row = f"{step},{loss:.6f},{text},{norm:.4f},{lr:.3g},{speed:.0f},{run['seconds']:.1f}\n"
-                with open(os.devnull if RANK else out / "log.csv", "a") as log:
-                    log.write(row)
-            if val is not None and val < run["best"]:         # never true of nan
-                run["best"] = val
-                save_checkpoint(out / "best.pt", run, model, optimizers)
-            number = torch.tensor(noted[0] if noted else 0, device=device)
-            if PROCESSES > 1:                                 # all stop, whichever has had the signal
-                dist.all_reduce(number, dist.ReduceOp.MAX)
-            stopping = step < tc.steps and (number or step == tc.stop_after)
-            if val is not None or stopping:
-                save_checkpoint(out / "ckpt.pt", run, model, optimizers)
-            if stopping:
-                say(f"stopped after step {step}; to go on: python train.py --resume --out {tc.out!r}")
-                return int(number)
-    run["end"] = val
-
-
-def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
-    """Says the mean loss of a split, memory reset at each window and carried -> the former, in nats a token.
-
-    Where the state holds every token, each costs more than the last: the latter is of LONGEST tokens a stream.
-    """
-    losses = []
-    for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams")):
-        part = ids[: batch_size * LONGEST + 1] if carry and holds_all(model.config) else ids
-        losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype))
-        bits = losses[-1] / math.log(2)
-        say(f"  {name:27s}  {len(part):,} tokens  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  "
-            f"{bits / tokenizer.bytes_a_token(part):.4f} bits/byte")
-    return losses[0]
-
-
-def finish(model, run, tc, splits, tokenizer, device, dtype):
-    """What the best weights make of the whole validation split, and a sample."""
-    ckpt = load_checkpoint(tc.out)
-    model.load_state_dict(ckpt["model"])
-    say(f"\nbest step {ckpt['step']} on the whole validation split, in windows of {tc.seq_len}:")
-    loss = report(model, tokenizer, splits[1], tc.seq_len, tc.batch_size, dtype)
-    how = dict(temperature=0.8, generator=torch.Generator(device).manual_seed(tc.seed))
-    say("\n" + "".join(continue_text(model, tokenizer, encode_prompt(tokenizer, ""), tc.sample_tokens, **how)) + "\n")
-    say(f"peak memory {peak_memory(device)}")
-    if run["end"] <= run["start"]:
-        say(f"done: {tc.model} on {run['data']['used']}, best validation loss {loss:.4f} nats/token, "
-            f"{loss / math.log(2):.4f} bits/token (whole split), {run['seconds'] / 60:.1f} minutes")
-    else:                                                     # or nan
-        say(f"warning: the validation loss rose from {run['start']:.4f} before the first step to {run['end']:.4f}; "
-            "lower --lr and --muon-lr")
-
-
-def encode_prompt(tokenizer, prompt):
-    """The ids to start from; for an empty prompt that of a newline, or id 0 where the vocabulary has none."""
-    newline = tokenizer.tokens.index(b"\n") if b"\n" in tokenizer.tokens else 0
-    return tokenizer.encode(prompt) if prompt else [newline]
-
-
-def continue_text(model, tokenizer, ids, n, **how):
-    """Yields what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate."""
-    feed = tokenizer.stream()
-    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
-    for token in model.eval().generate(tokens, n, **how):
-        yield feed(token)
-    yield feed(final=True)
-
-
-def prepare_data(tc, ckpt, origin):
-    """-> tokenizer, (training ids, validation ids), what text it was: on --resume, the one that the run began with."""
-    corpus, known = read(tc.data), ckpt or origin
-    if ckpt and corpus.sha256 != ckpt["data"]["sha256"]:
-        raise UserError(f"--resume: {corpus.used} is not the text of {ckpt['path']}, {ckpt['data']['used']}; give that "
-                        "with --data")
-    tokenizer = (tokenizer_from_state(known["tokenizer"]) if known
-                 else make_tokenizer(tc.tokenizer, corpus.text, tc.bpe_size))
-    return tokenizer, corpus.splits(tokenizer, tc.seq_len), dict(used=corpus.used, sha256=corpus.sha256)
+def parse(argv=None):
+    """-> dict of the flags that were given."""
+    parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "
+                    "--model (models.PRESETS), that over --size (models.SIZES, TRAIN_SIZES).")
+    presets = {**TRAIN_SIZES["tiny"], **SIZES["tiny"], **PRESETS[TrainConfig.model]}
+    add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
+    add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
+    return vars(parser.parse_args(argv))
 
 
 def join(device, passes):
@@ -543,36 +469,55 @@ def join(device, passes):
     return device
 
 
+def compile_model(model, x, y, dtype):
+    """Compiles, and tries it on one batch. Where that fails, says so and goes on without."""
+    try:
+        model.compile_memory()
+        with autocast(x.device, dtype):
+            loss = model.loss(x, y)
+        loss.backward()
+    except Exception as fault:                                # one that is not the compiler's comes again without it
+        torch.compiler.set_stance("force_eager")
+        say(f"warning: torch.compile failed, going on without it: {str(fault).partition(chr(10))[0]}")
+    model.zero_grad()
+
+
 def launch(given):
     """A run, from its flags to its last line -> exit code."""
-    ckpt = load_checkpoint(Path(given.get("out", TrainConfig.out), "ckpt.pt")) if given.get("resume") else None
-    origin = load_checkpoint(given["init"]) if given.get("init") and not ckpt else None
-    tc, config = settings(given, ckpt, origin)
-    if ckpt and ckpt["step"] >= min(tc.steps, tc.stop_after or tc.steps):
-        say(f"nothing to do: {tc.out} has {ckpt['step']} of {tc.steps} steps; --steps N trains it longer")
+    resume = given.get("resume")
+    source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
+    old = load_checkpoint(source) if source else None
+    tc, config = settings(given, old)
+    if resume and old["step"] >= tc.steps:
+        say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
         return 0
     device = setup(tc.device, tc.threads)
     if PROCESSES > 1:
         device = join(device, tc.grad_accum)
     dtype = pick_dtype(tc.dtype, device)
     tc.compile = given.get("compile", device.type == "cuda")
-    tokenizer, splits, data = prepare_data(tc, ckpt, origin)
-    Path(tc.out).mkdir(parents=True, exist_ok=True)
+    corpus = read(tc.data)
+    data = dict(used=corpus.used, sha256=corpus.sha256)
+    if resume and data["sha256"] != old["data"]["sha256"]:
+        raise UserError(f"{tc.out} was trained on another text than --data {tc.data}: {old['data']['used']}; give that")
     torch.manual_seed(tc.seed)
-    config, known = replace(config, vocab_size=tokenizer.vocab_size), ckpt or origin
-    model = rebuild(known, config)[0] if known else LM(config)
+    if old:
+        model, tokenizer = rebuild(old, config)
+    else:
+        tokenizer = make_tokenizer(tc.tokenizer, corpus.text, tc.bpe_size)
+        model = LM(replace(config, vocab_size=tokenizer.vocab_size))
+    splits = corpus.splits(tokenizer, tc.seq_len)
     model.to(device).train().remat = tc.remat
-    run = ckpt if ckpt else dict(step=0, best=math.inf, seconds=0.0)
-    run = {key: run[key] for key in ("step", "best", "seconds", "start") if key in run}
+    run = old if resume else dict(step=0, best=math.inf, seconds=0.0, start=None)
+    run = {key: run[key] for key in ("step", "best", "seconds", "start")}
     run.update(preset=tc.model, config=asdict(model.config), train=asdict(tc), tokenizer=tokenizer.state(), data=data)
     say(f"model    {tc.model}, {tc.size}: {model.num_params():,} parameters, settings in {tc.out}/config.json\n"
-        f"data     {data['used']}: {len(splits[0]):,} tokens to train, {len(splits[1]):,} to validate, "
+        f"data     {corpus.used}: {len(splits[0]):,} tokens to train, {len(splits[1]):,} to validate, "
         f"{tokenizer.kind} vocabulary of {tokenizer.vocab_size:,}\n"
-        f"device   {torch.cuda.get_device_name() if device.type == 'cuda' else device.type}, processes: {PROCESSES}, "
-        f"threads: {torch.get_num_threads()}, {str(dtype)[6:]}, float32 products: "
-        f"{torch.get_float32_matmul_precision()}, {'compiled' if tc.compile else 'eager'}, torch {torch.__version__}")
+        f"device   {torch.cuda.get_device_name() if device.type == 'cuda' else device.type} x {PROCESSES}, threads: "
+        f"{torch.get_num_threads()}, {str(dtype)[6:]}, float32 products: {torch.get_float32_matmul_precision()}")
     optimizers = make_optimizers(model, tc)
-    for optimizer, state in zip(optimizers, ckpt["optimizers"] if ckpt else ()):
+    for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
     if tc.compile:
         compile_model(model, *(a.to(device) for a in batch(splits[0], tc.seed, 0, tc.batch_size, tc.seq_len)), dtype)
@@ -580,9 +525,10 @@ def launch(given):
     if PROCESSES > 1:
         dist.barrier()                                        # torchrun ends all when one ends: not before 0 has saved
         dist.destroy_process_group()
-    if stopped is None and RANK == 0:
+    if stopped:
+        return 128 + stopped
+    if RANK == 0:
         finish(model, run, tc, splits, tokenizer, device, dtype)
-    return 128 + stopped if stopped else 0
 
 
 def main(argv=None):
