@@ -135,7 +135,7 @@ class Tokenizer:
         self.kind, self.tokens, self.vocab_size = kind, list(tokens), len(tokens)
         self.lengths = np.array([len(t) * (t != END) for t in tokens])      # bytes of text behind each id
         if kind == "char":
-            self.ids = {t.decode(): i for i, t in enumerate(tokens)}
+            self.ids = {str(t, "utf-8"): i for i, t in enumerate(tokens)}
         elif kind != "byte":
             import tiktoken
             ranks = {t: i for i, t in enumerate(tokens) if t != END}

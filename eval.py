@@ -12,7 +12,6 @@
 Loss by position shows whether more context helps. Attention sees its windows, one a layer; a memory what it still
 holds. Multi-query associative recall (data.mqar draws it) asks for the values of keys that were shown once.
 """
-import argparse
 import itertools
 import math
 import os
@@ -240,7 +239,7 @@ def online_task(args, device):
     if config.features == "exp":
         raise UserError("--features exp has no weights to read back; take none, monomial, elementwise or sketch")
     say(f"memory {config.memory}, heads of {config.head_dim}, features {config.features}, chunk {config.chunk}:\nmean "
-        f"|M(k) - v|^2 / |v|^2 of {args.batch_size} x N pairs that were read once, with the best of {len(STEPS)} steps")
+        f"|M(k) - v|^2 / |v|^2 of {args.batch_size} x N pairs read once, two kinds of keys, best of {len(STEPS)} steps")
     cells = []
     for kind, n in itertools.product(kinds, args.pairs):
         draws = torch.Generator().manual_seed(args.seed)

@@ -231,6 +231,11 @@ def muon_mixing(gates, m):
 
 # ---- one chunk learns; all chunks are read
 
+def features(rule, phi, q, k):
+    """phi(q) and phi(k), None (the pairs are made of phi(k)), and, where it is attention that reads, phi(q) phi(k)^T."""
+    return phi(q), phi(k), None, None if rule.muon_every else phi.inner(q, k)
+
+
 def gradients(rule, M0, anchor, xk, v, xw=None):
     """x_i (N, n, in) and d_i (N, n, out) of each matrix, all at the anchor (Eq 16), for phi(k) (N, n, E), v (N, n, D).
 
@@ -266,7 +271,7 @@ def muon_learn(rule, closes, part, M0, W, S, anchor, sums, O):
     if S:                                                                        # Eq 33
         new = [[torch.addcmul(a, by[:, r, n:, None], s) for r, a in enumerate(group)] for group, s in zip(new, S)]
         S, new = [group[-1] for group in new], [group[:-1] for group in new]
-    if begins:
+    if begins:                                                # the outer gradient goes through Newton-Schulz (choice 14)
         seen = new if every == 1 else [[a, *group[:-1]] for a, group in zip(sums, new)]          # choice 15
         O = newton_schulz([torch.cat(group) for group in seen], rule.ns_steps, rule.ns_coefficients)             # Eq 40
     O = [o.unflatten(0, (blocks, -1)) for o in O]
@@ -348,7 +353,7 @@ def compile_chunks(**options):
     """torch.compile of all that the chunk form does on each chunk, for this process. Other functions stay eager."""
     # shapes, rules, parts of a chunk
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    for f in (mixing, muon_mixing, learn, muon_learn, read):
+    for f in (features, mixing, muon_mixing, learn, muon_learn, read):
         if not hasattr(f, "_torchdynamo_orig_callable"):
             globals()[f.__name__] = torch.compile(f, dynamic=False, **options)
 
@@ -404,10 +409,10 @@ def run(rule, phi, c, count, q, k, v, gates, state):
     cq, ck, cv = tokens(q), pairs(ks), pairs(memory.target(rule.memory, rule.loss, ks, vs))
     if phi.kind == "exp":
         state, xq, xk, xw = write_keys(rule, state, q, k, ks)
-        xq, xk, xw = tokens(xq), pairs(xk), pairs(xw)
+        xq, xk, xw, qk = tokens(xq), pairs(xk), pairs(xw), phi.inner(cq, ck)
     else:
-        xq, xk, xw = phi(cq), phi(ck), None
-    part = xq, xk, xw, cv, None if rule.muon_every else phi.inner(cq, ck)
+        xq, xk, xw, qk = features(rule, phi, cq, ck)
+    part = xq, xk, xw, cv, qk
     O = group("O") if rule.muon_every and state.pos % rule.muon_every else []
     z, *fast = (muon_run if rule.muon_every else plain_run)(
         rule, not pos, part, gates, group("M0"), group("anchor") if state.pos else [],

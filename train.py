@@ -182,11 +182,12 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
 
 def train(model, optimizers, run, tc, splits, device, dtype):
     """The loop from run["step"] on -> the number of the signal that stopped it, or None after --steps."""
-    out, first, began = Path(tc.out), run["step"], time.perf_counter() - run["seconds"]
+    out, first = Path(tc.out), run["step"]
     validate = partial(evaluate, model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
     if first == 0:
         run["start"] = validate()
         say(f"step {0:5d}/{tc.steps}  val {run['start']:.4f}")
+    began = time.perf_counter() - run["seconds"]
     with noted_signals() as noted:
         for step in range(first + 1, tc.steps + 1):
             tick, scale = time.perf_counter(), lr_scale(step - 1, tc)
@@ -515,7 +516,8 @@ def launch(given):
         f"data     {corpus.used}: {len(splits[0]):,} tokens to train, {len(splits[1]):,} to validate, "
         f"{tokenizer.kind} vocabulary of {tokenizer.vocab_size:,}\n"
         f"device   {torch.cuda.get_device_name() if device.type == 'cuda' else device.type} x {PROCESSES}, threads: "
-        f"{torch.get_num_threads()}, {str(dtype)[6:]}, float32 products: {torch.get_float32_matmul_precision()}")
+        f"{torch.get_num_threads()}, {str(dtype)[6:]}, float32 products: {torch.get_float32_matmul_precision()}"
+        + ", compiling .." * tc.compile)
     optimizers = make_optimizers(model, tc)
     for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
