@@ -399,7 +399,7 @@ class WiringState(NamedTuple):
     """What a Wiring carries from call to call; None for what has not begun, or is not there."""
     memory: MemoryState | None
     attention: AttentionState | None                          # of mac: the segment in progress
-    frozen: tuple  # of mac: the fast weights, and keys, at the segment's start
+    frozen: tuple                                             # of mac: fast weights and keys at the segment's start
 
 
 class Wiring(Module):
@@ -575,6 +575,7 @@ class LM(Module):
     def loss(self, tokens, targets):
         """Mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count."""
         check_tokens(tokens)
+        check_tokens(targets, "targets")
         if targets.shape != tokens.shape:
             raise ValueError(f"targets {tuple(targets.shape)} are not of the shape of tokens {tuple(tokens.shape)}")
         logits = at_least_float32(self(tokens)[0])
@@ -611,11 +612,11 @@ class LM(Module):
             yield token.clone()                               # out here it is a tensor like any other
 
 
-def check_tokens(tokens):
+def check_tokens(tokens, name="tokens"):
     """ValueError if tokens are not a tensor (B, T)."""
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
         what = tuple(tokens.shape) if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-        raise ValueError(f"tokens are a tensor (B, T), not {what}; one sequence is torch.tensor([[1, 2, 3]])")
+        raise ValueError(f"{name} are a tensor (B, T), not {what}; one sequence is torch.tensor([[1, 2, 3]])")
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):

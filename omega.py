@@ -232,7 +232,7 @@ def muon_mixing(gates, m):
 # ---- one chunk learns; all chunks are read
 
 def features(rule, phi, q, k):
-    """phi(q) and phi(k), None (the pairs are made of phi(k)), and, where it is attention that reads, phi(q) phi(k)^T."""
+    """phi(q), phi(k), None (the pairs are made of phi(k)), and, where attention reads, phi(q) phi(k)^T."""
     return phi(q), phi(k), None, None if rule.muon_every else phi.inner(q, k)
 
 
@@ -271,7 +271,7 @@ def muon_learn(rule, closes, part, M0, W, S, anchor, sums, O):
     if S:                                                                        # Eq 33
         new = [[torch.addcmul(a, by[:, r, n:, None], s) for r, a in enumerate(group)] for group, s in zip(new, S)]
         S, new = [group[-1] for group in new], [group[:-1] for group in new]
-    if begins:                                                # the outer gradient goes through Newton-Schulz (choice 14)
+    if begins:  # the outer gradient goes through Newton-Schulz (choice 14)
         seen = new if every == 1 else [[a, *group[:-1]] for a, group in zip(sums, new)]          # choice 15
         O = newton_schulz([torch.cat(group) for group in seen], rule.ns_steps, rule.ns_coefficients)             # Eq 40
     O = [o.unflatten(0, (blocks, -1)) for o in O]
@@ -399,7 +399,7 @@ def cuts(T, pos, chunk, every, at_once):
 
 def run(rule, phi, c, count, q, k, v, gates, state):
     """`count` chunks of c tokens, or c tokens of a chunk: q, k, v (B, H, count c, D) -> y (B, H, count c, D), state."""
-    B, H, pos = *q.shape[:2], (state.pos + c) % rule.chunk
+    B, H, pos, M0 = *q.shape[:2], (state.pos + c) % rule.chunk, state.M0
     group = lambda name: [a.expand(B, *a.shape[-3:]).flatten(0, 1) for a in getattr(state, name)]  # -> (N, in, out)
     tokens = lambda a: a.flatten(0, 1).unflatten(1, (count, c))                  # (B, H, T, ..) -> (N, count, c, ..)
     ks, vs, gate, past = with_past(rule, state, k, v, gates.gate)
@@ -419,7 +419,7 @@ def run(rule, phi, c, count, q, k, v, gates, state):
         group("W"), group("S"), group("sums"), O)
     W, S, sums, O = (tuple(a.unflatten(0, (B, H)) for a in matrices) for matrices in fast)
     y = memory.output(rule.memory, z.unflatten(0, (B, H)), q, rule.norm)
-    return y, State(state.M0, W, S, state.anchor if pos else W, O, sums, *past, state.keys, pos)
+    return y, State(M0, W, S, state.anchor if pos else W, O, sums, *past, state.keys, pos)
 
 
 def with_past(rule, state, k, v, gate):

@@ -89,7 +89,7 @@ class Features(nn.Module):
         x = x.mT.contiguous()                                 # (.., D, T): products run along the tokens
         pieces = [s[0] * one.mT]
         for p in range(1, self.degree + 1):
-            for exponents in patterns(p):
+            for exponents in (e for e in patterns(p) if len(e) <= self.dim):
                 pieces += monomials(x, exponents, s[p])
         return torch.cat(pieces, -2).mT
 

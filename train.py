@@ -78,7 +78,7 @@ class TrainConfig:
 
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)       # 0.5M tokens a step: App. E
 TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES
-    "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, muon_lr=4e-2, steps=1150, eval_every=575),
+    "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, muon_lr=4e-2, steps=600, eval_every=300),
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
     "340m": dict(PAPER, steps=30_000, lr=1.5e-3),
