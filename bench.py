@@ -1,7 +1,7 @@
 """bench.py - how fast, on this machine.
 
     python bench.py                                      every part, a few minutes of one CPU thread
-    python bench.py --part layer --minutes 8 --plot      one part, with time for its longest sequences, and a picture
+    python bench.py --part layer --minutes 9 --plot      one part, with time for its longest sequences, and a picture
     python bench.py --device cuda --minutes 20 --json results/bench-h200.json
 
     layer    one layer with its projections, forward + backward: tokens/s and memory over length
@@ -290,7 +290,7 @@ def machine(args):
         chip = next((s.split(":")[1].strip() for s in info.read_text().splitlines() if "model name" in s), chip)
     return dict(device=chip, threads=torch.get_num_threads(), dtype=str(args.dtype)[6:], compile=args.compile,
                 matmul=torch.get_float32_matmul_precision(), torch=str(torch.__version__),
-                commit=subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty"))
+                commit=subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty 2>&-"))
 
 
 def parse(argv=None):

@@ -195,7 +195,7 @@ def make_tokenizer(kind, text, bpe_size=1024):
         bpe = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:              # no network; a wrong hash
         raise UserError(f"cannot download GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a "
-                        "folder where it is cached, or use --tokenizer bpe") from None
+                        "folder where it is cached, or use --tokenizer byte (train.py: bpe)") from None
     return Tokenizer(kind, [bpe.decode_single_token_bytes(i) for i in range(bpe.n_vocab)])
 
 

@@ -246,7 +246,7 @@ def online_task(args, device):
         k = unit_keys(kind, args.batch_size, n, config.head_dim, draws)
         v = F.normalize(torch.randn(k.shape, generator=draws), dim=-1)
         cells.append((k.to(device), v.to(device)))
-    say("\n" + " " * 38 + "".join(f"{kind + ', N':>{7 * len(args.pairs)}}" for kind in kinds))
+    say("\n" + " " * 38 + "".join(f"{kind + ', N':>{max(7 * len(args.pairs), 16)}}" for kind in kinds))
     say(f"{'window  momentum  Newton-Schulz':38}" + "".join(f"{n:7d}" for n in args.pairs) * len(kinds))
     for every, momentum, window in itertools.product((0, rule.muon_every), (False, True), (1, 8, 16)):
         one = rule._replace(window=window, muon_every=every)

@@ -14,7 +14,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
     code       ATLAS        Titans        meaning
     M, W, M0   M_t, M_0     M_t, M_0      fast weights of one sequence and head; their learned start
     S          S_t          S_t           momentum of the gradients
-    O          -            -             Newton-Schulz of S_t, in Eq 32 (of a block's sum of them: choice 15)
+    O          S'_t         -             Newton-Schulz of S_t, Eq 40 (of a block's sum of them: choice 15)
     keep       alpha_t      1 - alpha_t   fraction of the memory retained, in (0, 1]
     step       eta_t        -             inner step size, > 0  (choice 4)
     momentum   theta_t      eta_t         momentum decay, in [0, 1)
@@ -73,7 +73,7 @@ def loss(kind, y, v):
     if kind == "l2":
         return 0.5 * (y - v).square().sum()                                      # Eq 9; 1/2: choice 2
     if kind == "dot":
-        return -(y * v).sum()                                                    # Eq 19; its sign writes + v k^T
+        return -(y * v).sum()                                                    # Eq 19, 45; the sign writes + v k^T
     if kind == "huber":
         return F.huber_loss(y, v, reduction="sum")                               # MIRAS' Yaad, by coordinate
     if kind == "lp":

@@ -82,7 +82,7 @@ class Config:
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
     gate: str = opt("token", "gamma: a learned weight for each token of the window, or all equal", ("token", "uniform"))
     max_step: float = opt(2.0, "upper bound of the sum of a chunk's step sizes eta: each is at most max_step / chunk")
-    max_norm: float = opt(50.0, "largest norm of a fast weight matrix at a chunk boundary; 0: no bound")
+    max_norm: float = opt(50.0, "largest norm of a fast weight matrix, less M0, at a chunk boundary; 0: no bound")
     attn_window: int = opt(64, "sliding window of attention in tokens, the segment of mac; 0 is full attention")
     mlp_hidden: int = opt(0, "hidden width of the SwiGLU; 0 takes 8/3 of n_embd")
     dropout: float = opt(0.0, "dropout on what each block adds to the residual stream, below 1")
@@ -212,8 +212,8 @@ def check_input(x, state, kind, n_embd):
 
 class MemoryState(NamedTuple):
     """What a Memory carries from call to call."""
-    rule: omega.State                                         # the memory itself
-    conv: torch.Tensor                                        # (B, 3, 3 H D), the last inputs of the convolution
+    rule: omega.State                     # the memory itself
+    conv: torch.Tensor                    # (B, 3, 3 H D), the last inputs of the convolution
 
 
 def short_conv(before, x, taps):
@@ -323,9 +323,9 @@ class Memory(Module):
 
 class AttentionState(NamedTuple):
     """What Attention carries from call to call, and mac within a segment."""
-    k: torch.Tensor                                           # (B, H, n, D), n < attn_window if that is set; in mac
-    v: torch.Tensor                                           # (B, H, 2, n, D), of h and x
-    pos: int                                                  # tokens so far; in mac of the segment
+    k: torch.Tensor                       # (B, H, n, D), n < attn_window if that is set; in mac
+    v: torch.Tensor                       # (B, H, 2, n, D), of h and x
+    pos: int                              # tokens so far; in mac of the segment
 
 
 def rope(x, pos):
@@ -398,8 +398,8 @@ def attend(q, k, v, window, pk=None, pv=None):
 class WiringState(NamedTuple):
     """What a Wiring carries from call to call; None for what has not begun, or is not there."""
     memory: MemoryState | None
-    attention: AttentionState | None                          # of mac: the segment in progress
-    frozen: tuple                                             # of mac: fast weights and keys at the segment's start
+    attention: AttentionState | None      # of mac: the segment in progress
+    frozen: tuple                         # of mac: fast weights and keys at the segment's start
 
 
 class Wiring(Module):

@@ -15,7 +15,8 @@ x_i^T d_i: what enters the matrix times the error of what leaves it. So for the 
     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i                                  Eq 16
 
 where W_0 and S_0 stand before the chunk. G, P and the other coefficients come from the gates alone: they are the rule
-itself, run on numbers (`mixing`). No W_t is formed to be read. For all rows r_t of a matrix R at once
+itself, run on numbers (`mixing`). momprod_t and keepprod_t are the products of momentum and keep up to t; u_t is what
+S_0 has added to W_t by then. No W_t is formed to be read. For all rows r_t of a matrix R at once
 
     r_t W_t = keepprod_t (r_t W_0) + u_t (r_t S_0) + ((P o R X^T) D)_t
 
@@ -25,6 +26,8 @@ With Newton-Schulz there are two matrices for each block of m = muon_every token
 it, and O_j, the NS of the sum of S_t over the block before it (m = 1, the paper: of its own S_t). Then
 
     W_t = since_t W_j + own_t O_j                                                             Eq 32
+
+where since_t is the product of keep since the block began, own_t minus the sum of its steps, each decayed up to t.
 
 keep leads back to zero, as printed, or with forget = "start" to M0: the same rule for W - M0 (choice 21).
 Symbols: memory.py.
@@ -45,13 +48,13 @@ class Rule(NamedTuple):
     memory: str = "mlp"
     loss: str = "l2"
     window: int = 1
-    chunk: int = 64                                           # 1 is the sequential rule, Eq 15; more is Eq 16
-    muon_every: int = 0                                       # 0: no Newton-Schulz; 1 is the paper (choice 15)
+    chunk: int = 64                       # 1 is the sequential rule, Eq 15; more is Eq 16
+    muon_every: int = 0                   # 0: no Newton-Schulz; 1 is the paper (choice 15)
     ns_steps: int = 5
     ns_coefficients: str = "muon"
-    forget: str = "zero"  # what keep < 1 leads back to: zero as printed, or M0 ("start")
-    norm: bool = False  # divide what the last matrix of a deep memory produces by its RMS
-    ball: float = 0.0  # largest norm of a matrix of W at a chunk boundary; 0: none
+    forget: str = "zero"                  # what keep < 1 leads back to: zero as printed, or M0 ("start")
+    norm: bool = False                    # divide what the last matrix of a deep memory produces by its RMS
+    ball: float = 0.0                     # largest norm of a matrix of W at a chunk boundary; 0: none
 
     def bound(self, W):
         """W, with matrices of a norm above `ball` scaled back to it. To the outer gradient the factor is a constant."""
@@ -63,24 +66,24 @@ class Rule(NamedTuple):
 
 class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network."""
-    keep: torch.Tensor                                        # (B, H, T) in (0, 1]
-    step: torch.Tensor                                        # (B, H, T)
-    momentum: torch.Tensor | None                             # (B, H, T) in [0, 1); None: no momentum
-    gate: torch.Tensor                                        # (B, H, T, window); [..., -1] weighs the token itself
+    keep: torch.Tensor                    # (B, H, T) in (0, 1]
+    step: torch.Tensor                    # (B, H, T)
+    momentum: torch.Tensor | None         # (B, H, T) in [0, 1); None: no momentum
+    gate: torch.Tensor                    # (B, H, T, window); [..., -1] weighs the token itself
 
 
 class State(NamedTuple):
     """All that the rule carries from token t to t + 1, of bounded size (`exp` features alone keep all keys)."""
-    M0: tuple  # matrices (H, in, out) that W is counted from; () for zero
-    W: tuple                                                  # W_t (less M0: `total` adds it), matrices (B, H, in, out)
-    S: tuple                                                  # S_t, or () without momentum
-    anchor: tuple                                             # W at the last chunk boundary
-    O: tuple                                                  # NS of the block in progress, or () with muon_every <= 1
-    sums: tuple  # S_t summed over the block in progress, or the last one; () likewise
-    k: torch.Tensor  # (B, H, min(t, window - 1), D), the pairs a window looks back on
+    M0: tuple                             # matrices (H, in, out) that W is counted from; () for zero
+    W: tuple                              # W_t (less M0: `total` adds it), matrices (B, H, in, out)
+    S: tuple                              # S_t, or () without momentum
+    anchor: tuple                         # W at the last chunk boundary
+    O: tuple                              # NS of the block in progress, or () with muon_every <= 1
+    sums: tuple                           # S_t summed over the block in progress, or the last one, or () likewise
+    k: torch.Tensor                       # (B, H, min(t, window - 1), D), the pairs a window looks back on
     v: torch.Tensor
-    keys: torch.Tensor | None                                 # (B, H, t, D) all keys so far, for `exp` features only
-    pos: int                                                  # tokens since the chunk boundary, t mod chunk
+    keys: torch.Tensor | None             # (B, H, t, D) all keys so far, for `exp` features only
+    pos: int                              # tokens since the chunk boundary, t mod chunk
 
 
 def start(rule, phi, M0, batch, momentum=True):
@@ -167,23 +170,25 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 def recur(factors, rows):
     """y_t = factors_t * y_{t-1} + rows_t, from y = 0 on: factors (.., c), rows (.., c, k) -> y (.., c, k), y_c.
 
-    On a CPU step by step, in its cache. Elsewhere y = A rows, where A[t, s] is the product of the factors s + 1 .. t.
+    On a CPU step by step, for rows stay in its cache. Elsewhere, and for few columns, by doubling: after log2 c passes
+    over all tokens each has the sum of all before it.
     """
-    if rows.device.type == "cpu" and not torch.compiler.is_compiling():
+    factors, s = factors[..., None], 1
+    if rows.device.type == "cpu" and rows.shape[-1] > 4 and not torch.compiler.is_compiling():
         y = [rows[..., :1, :]]
-        for factor, row in zip(factors[..., None].split(1, -2)[1:], rows.split(1, -2)[1:]):
+        for factor, row in zip(factors.split(1, -2)[1:], rows.split(1, -2)[1:]):
             y.append(torch.addcmul(row, factor, y[-1]))
         return torch.cat(y, -2), y[-1]
-    logs = factors.clamp_min(torch.finfo(factors.dtype).tiny).log().cumsum(-1)
-    above = torch.full((rows.shape[-2],) * 2, -torch.inf, dtype=logs.dtype, device=logs.device).triu(1)
-    y = (logs[..., None] - logs[..., None, :] + above).exp() @ rows  # masked before exp: no 0 * inf in backward
-    return y, y[..., -1:, :]
+    while s < rows.shape[-2]:
+        more = torch.addcmul(rows[..., s:, :], factors[..., s:, :], rows[..., :-s, :])
+        rows = torch.cat([rows[..., :s, :], more], -2)
+        factors, s = torch.cat([factors[..., :s, :], factors[..., s:, :] * factors[..., :-s, :]], -2), 2 * s
+    return rows, rows[..., -1:, :]
 
 
-def from_one(factors, rows):
-    """`recur`, with one more column: that of what stands before the first token. It begins as 1 and decays."""
-    first = F.pad(factors[..., :1, None], (0, 0, 0, factors.shape[-1] - 1))
-    return recur(factors, torch.cat([rows, first], -1))
+def products(factors):
+    """The products of the factors 1 .. t: (.., c) -> (.., c, 1)."""
+    return recur(factors, F.pad(factors[..., :1, None], (0, 0, 0, factors.shape[-1] - 1)))[0]
 
 
 def band(gate):
@@ -193,43 +198,48 @@ def band(gate):
 
 
 def mixing(gates):
-    """The rule, run on the coefficients of each x_i^T d_i, of S_0 and of W_0 instead of on matrices.
+    """The rule, run on the coefficients of each x_i^T d_i, of W_0 and of S_0 instead of on matrices.
 
-        G_t = momentum_t * G_{t-1} + Gate_t       columns: the n pairs; with momentum momprod, of S_0    Eq 33, 39
-        P_t = keep_t * P_{t-1} - step_t * G_t     columns: the same, u in the place of momprod; keepprod, of W_0   Eq 16
+        G_t = momentum_t * G_{t-1} + Gate_t,       momprod_t likewise from 1 on        S_t: Eq 33, 39
+        P_t = keep_t * P_{t-1} - step_t * G_t,     u_t from momprod_t, keepprod_t      W_t: Eq 16
 
-    gates (.., c) and (.., c, window) -> P (.., c, n), [keepprod, u] (.., c, 1), the last rows of P and G, all columns
+    gates (.., c) and (.., c, window) -> P (.., c, n); [keepprod, u] (.., c, 1); the last rows of P and G (.., 2, n);
+    those of keepprod, u and momprod (.., 3, 1). Without momentum, where S_t is g_t, of P and of keepprod alone.
     """
-    G = band(gates.gate)
-    n, G_last = G.shape[-1], G[..., -1:, :]
-    if gates.momentum is not None:
-        G, G_last = from_one(gates.momentum, G)
-    P, P_last = from_one(gates.keep, -gates.step[..., None] * G)
-    P, *others = P.split([n] + [1] * (P.shape[-1] - n), -1)
-    return P, others[::-1], P_last, G_last
+    coef, G, step = [products(gates.keep)], band(gates.gate), -gates.step[..., None]
+    if gates.momentum is None:
+        P, last = recur(gates.keep, step * G)
+        return P, coef, last, coef[0][..., -1:, :]
+    momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, G)
+    P, last = recur(gates.keep, step * G)                     # with momentum
+    coef.append(recur(gates.keep, step * momprod)[0])
+    ends = torch.cat([a[..., -1:, :] for a in (*coef, momprod)], -2)
+    return P, coef, torch.cat([last, G_last], -2), ends
 
 
 def muon_mixing(gates, m):
-    """The same where Newton-Schulz stands between S and W. The last block may be short.
+    """The same where Newton-Schulz stands between S and W -> sums, coef.
 
-    -> (.., blocks, n): G, summed over the tokens of each block. With momentum it has momprod's column, too, and one row
-    more, of the last token. And (.., blocks, m, 2): own and since, the coefficients of O_j and W_j in W_t.
+    sums (.., blocks, n): G, summed over the tokens of each block. With momentum one row more, G of the last token, and
+    one column more, of S_0. coef (.., blocks, m, 2): own and since of each token, for Eq 32. Tokens that the last block
+    lacks have keep 1 and step 0; a single block is as short as its tokens.
     """
     keep, step, momentum, gate = gates
     c, blocks = keep.shape[-1], -(-keep.shape[-1] // m)
-    R = torch.eye(blocks, dtype=keep.dtype, device=keep.device).repeat_interleave(m, 0)[:c]  # is token t in block j?
-    if momentum is not None:                                  # R Theta, from the last token to the first:
-        R = torch.cat([R, F.pad(R.new_ones(1, 1), (0, 0, c - 1, 0))], 1)         # R_s <- R_s + momentum_{s+1} R_{s+1}
-        R = recur(momentum.roll(-1, -1).flip(-1), R.flip(0).expand(*keep.shape, -1))[0].flip(-2)
-    sums = R.mT @ band(gate)
+    inside = torch.eye(blocks, dtype=keep.dtype, device=keep.device).repeat_interleave(m, 0)[:c]  # (c, blocks) of 0, 1
+    if momentum is not None:                                  # then how much of g_s is in the sum of each block:
+        inside = torch.cat([inside, F.pad(inside.new_ones(1, 1), (0, 0, c - 1, 0))], 1)
+        inside = inside.flip(0).expand(*keep.shape, -1)       # inside_s + momentum_{s+1} inside_{s+1}, from the last on
+        inside = recur(momentum.roll(-1, -1).flip(-1), inside)[0].flip(-2)
+    sums = inside.mT @ band(gate)
     if momentum is not None:
-        sums = torch.cat([sums, (momentum[..., :1, None] * R[..., :1, :]).mT], -1)
+        sums = torch.cat([sums, (momentum[..., :1, None] * inside[..., :1, :]).mT], -1)
     fill = (0, blocks * m - c if blocks > 1 else 0)
     keep, step = (a.unflatten(-1, (blocks, -1)) for a in (F.pad(keep, fill, value=1.0), F.pad(step, fill)))
-    return sums, from_one(keep, -step[..., None])[0]
+    return sums, torch.cat([recur(keep, -step[..., None])[0], products(keep)], -1)
 
 
-# ---- one chunk learns; all chunks are read
+# ---- one chunk learns; all tokens are read
 
 def features(rule, phi, q, k):
     """phi(q), phi(k), None (the pairs are made of phi(k)), and, where attention reads, phi(q) phi(k)^T."""
@@ -252,14 +262,18 @@ def write(x, d, by):
 
 
 def learn(rule, closes, part, M0, W, S, anchor):
-    """A chunk, or a part of one, learns without Newton-Schulz -> its last W_t and S_t (Eq 10, 12, 33); its pairs."""
-    xk, xw, v, P, G = part                                    # P, G: the last rows of mixing
-    pairs, n = gradients(rule, M0, anchor or W, xk, v, xw), v.shape[1]
-    new = [write(x, d, torch.cat([P[..., :n], G[..., :n]], 1) if S else P[..., :n]) for x, d in pairs]
-    W = [torch.addcmul(add[0], P[..., -1:], w) for add, w in zip(new, W)]
+    """A chunk, or a part of one, learns without Newton-Schulz -> its last W_t and S_t (Eq 16, 39), and its pairs.
+
+    anchor: [] if the chunk begins here, at W. closes: it ends here, so W is bounded.
+    """
+    xk, xw, v, by, ends = part                                # by and ends: what mixing returns
+    pairs, (keepprod, *more) = gradients(rule, M0, anchor or W, xk, v, xw), ends.split(1, -2)
+    new = [write(x, d, by) for x, d in pairs]
+    W = [torch.addcmul(add[0], keepprod, w) for add, w in zip(new, W)]
     if S:
-        W = [torch.addcmul(w, P[..., n: n + 1], s) for w, s in zip(W, S)]
-        S = [torch.addcmul(add[1], G[..., n:], s) for add, s in zip(new, S)]
+        u, momprod = more
+        W = [torch.addcmul(w, u, s) for w, s in zip(W, S)]
+        S = [torch.addcmul(add[1], momprod, s) for add, s in zip(new, S)]
     return rule.bound(W) if closes else W, S, pairs
 
 
@@ -277,7 +291,7 @@ def muon_learn(rule, closes, part, M0, W, S, anchor, sums, O):
     O = [o.unflatten(0, (blocks, -1)) for o in O]
     for j in range(blocks):  # Eq 32, by the last token of each block
         own, since = coef[:, j, -1, :, None, None].unbind(1)
-        held.append((*W, *(o[j] for o in O)))
+        held.append([*zip(W, (o[j] for o in O))])
         W = [torch.addcmul(since * w, own, o[j]) for w, o in zip(W, O)]
     if every > 1:
         sums = [group[-1] if begins else a + group[-1] for a, group in zip(sums, new)]
@@ -293,10 +307,10 @@ def read(rule, xq, M0, held, coef, PQK=None, P=None, pairs=None):
     """
     def of_matrix(i, rows):
         W = list(held[i])
-        if M0 and rows.is_contiguous():                       # few long products
+        if M0 and rows.is_contiguous():                       # all chunks of a sequence share M0: a long product
             rest = torch.bmm(rows.view(len(M0[i]), -1, rows.shape[2]), M0[i]).view(*rows.shape[:2], -1)
             reads = [*(torch.bmm(rows, w) for w in W), rest]
-        else:                                                 # monomials, which lie as columns, are many: one product
+        else:                                                 # monomials lie as columns (poly.py): read them once
             W += [M0[i][:, None].expand(-1, len(rows) // len(M0[i]), -1, -1).flatten(0, 1)] if M0 else []
             reads = torch.bmm(rows, torch.cat(W, -1)).chunk(len(W), -1)
         y = torch.addcmul(reads[-1], coef[0], reads[0]) if M0 else coef[0] * reads[0]
@@ -313,24 +327,22 @@ def each(*tensors):
     return zip(*(repeat(None) if a is None else a.unbind(1) for a in tensors))
 
 
-def stacked(group):
-    """Of each chunk (N, ..) -> (N chunks, ..)"""
-    return torch.stack(group, 1).flatten(0, 1)
+def by_matrix(runs):
+    """Of each chunk, of each matrix a tuple of tensors (N, ..) -> of each matrix the tuple, (N chunks, ..) each."""
+    stacked = lambda group: None if group[0] is None else torch.stack(group, 1).flatten(0, 1)
+    return [[stacked(group) for group in zip(*tuples)] for tuples in zip(*runs)]
 
 
 def plain_run(rule, closes, part, gates, M0, anchor, W, S, *_):
     """Chunks without Newton-Schulz, `part` as in `run` -> z (N, tokens, D), W and S after them, and no sums and O."""
     (xq, xk, xw, v, qk), flat, held, learned = part, lambda a: a.flatten(0, 1), [], []
-    P, coef, P_last, G_last = mixing(gates)
-    for chunk in each(xk, xw, v, P_last, G_last):
-        held.append((*W, *S))
+    P, coef, by, ends = mixing(gates)
+    for chunk in each(xk, xw, v, by, ends):
+        held.append([*zip(W, S)] if S else [*zip(W)])
         W, S, pairs = learn(rule, closes, chunk, M0, W, S, anchor)
-        learned.append([a for pair in pairs for a in pair])
-    s, held, learned = len(W), [stacked(a) for a in zip(*held)], list(zip(*learned))
-    xs = [None if i < memory.firsts(rule.memory) else stacked(learned[2 * i]) for i in range(s)]
-    pairs = [(x, stacked(d)) for x, d in zip(xs, learned[1::2])]
-    held = [held[i::s] for i in range(s)]
-    z = read(rule, flat(xq), M0, held, [flat(a) for a in coef], flat(P * qk), flat(P), pairs)
+        learned.append([(None if i < memory.firsts(rule.memory) else x, d) for i, (x, d) in enumerate(pairs)])
+    coef, pairs = [flat(a) for a in coef], by_matrix(learned)
+    z = read(rule, flat(xq), M0, by_matrix(held), coef, flat(P * qk), flat(P), pairs)
     return z.unflatten(0, xq.shape[:2]).flatten(1, 2), W, S, [], []
 
 
@@ -343,15 +355,14 @@ def muon_run(rule, closes, part, gates, M0, anchor, W, S, sums, O):
         held += blocks
     blocks, m = coef.shape[2:4]
     rows = F.pad(xq, (0, 0, 0, blocks * m - c)) if blocks * m > c else xq
-    s, held, (own, since) = len(W), [stacked(a) for a in zip(*held)], coef.flatten(0, 2).unbind(-1)
-    held = [held[i::s] for i in range(s)]
-    z = read(rule, rows.unflatten(2, (blocks, m)).flatten(0, 2), M0, held, [since[..., None], own[..., None]])
+    own, since = coef.flatten(0, 2).split(1, -1)
+    z = read(rule, rows.unflatten(2, (blocks, m)).flatten(0, 2), M0, by_matrix(held), [since, own])
     return z.view(N, count, blocks * m, -1)[:, :, :c].flatten(1, 2), W, S, sums, last if rule.muon_every > 1 else []
 
 
 def compile_chunks(**options):
-    """torch.compile of all that the chunk form does on each chunk, for this process. Other functions stay eager."""
-    # shapes, rules, parts of a chunk
+    """torch.compile of the functions of the chunk form, for this process. The rest stays eager."""
+    # one variant for each shape, rule and part of a chunk
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     for f in (features, mixing, muon_mixing, learn, muon_learn, read):
         if not hasattr(f, "_torchdynamo_orig_callable"):
@@ -364,7 +375,7 @@ AT_ONCE = 12_000_000  # numbers of phi(q) in a run: the memory that a long text 
 
 
 def omega(rule, phi, q, k, v, gates, state):
-    """The rule, chunk-parallel. Arguments, returns and errors of `omega_ref`; any length, state and features."""
+    """The rule, chunk-parallel (Eq 16, 39, 40): as `omega_ref`, for any T, with `exp` features, too."""
     check(rule, phi, gates, state)
     if not q.shape[2]:
         return v, state

@@ -2,7 +2,7 @@
 # On a GPU, from the repository's root: bash results/gpu.sh. Logs go to $OUT, or results/. All of it fits ten minutes.
 # Each part has a limit of its own, and the next one begins whatever became of it.
 set -uo pipefail
-out=${OUT:-results} device=${DEVICE:-cuda} steps=${STEPS:-200}
+out=${OUT:-results} device=${DEVICE:-cuda} steps=${STEPS:-100}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 mkdir -p "$out" || exit
 export PYTHONUNBUFFERED=1
@@ -29,9 +29,9 @@ for name in models.PRESETS:
 END
 
 part check 50 env PYTHONPATH=. python3 "$work/check.py" "$device"
-if python3 -c 'import pytest' 2>/dev/null; then part tests 100 python3 -m pytest -q -x test_all.py; fi
+if python3 -c 'import pytest' 2>/dev/null; then part tests 80 python3 -m pytest -q -x test_all.py -k gpu; fi
 for model in atlas omeganet transformer; do
-    part "train-$model" 75 python3 train.py --device "$device" --model $model --steps "$steps" --out "$work/$model"
+    part "train-$model" 90 python3 train.py --device "$device" --model $model --steps "$steps" --out "$work/$model"
 done
-part bench 200 python3 bench.py --device "$device" --minutes 1.5 --part layer --part step --part decode \
+part bench 170 python3 bench.py --device "$device" --minutes 1.5 --part layer --part step --part decode \
     --model transformer --model titans --model omeganet --model atlas --json "$out/bench-gpu.json"
