@@ -1843,7 +1843,8 @@ def mutants():
     here, survivors = Path(__file__), 0
     for file, old, new, pattern in MUTANTS:
         with tempfile.TemporaryDirectory() as folder:
-            for path in here.parent.glob("*.py"):
+            shutil.copytree(here.parent / "results", Path(folder, "results"))
+            for path in (*here.parent.glob("*.py"), here.with_name("README.md")):
                 shutil.copy(path, folder)
             text = here.with_name(file).read_text()
             Path(folder, file).write_text(text.replace(old, new))
