@@ -66,7 +66,7 @@ class Rule(NamedTuple):
 
 class Gates(NamedTuple):
     """The data-dependent numbers of the rule, produced by the outer network."""
-    keep: torch.Tensor                    # (B, H, T) in (0, 1]
+    keep: torch.Tensor                    # (B, H, T) in [0, 1]
     step: torch.Tensor                    # (B, H, T)
     momentum: torch.Tensor | None         # (B, H, T) in [0, 1); None: no momentum
     gate: torch.Tensor                    # (B, H, T, window); [..., -1] weighs the token itself
@@ -285,11 +285,11 @@ def muon_learn(rule, closes, part, M0, W, S, anchor, sums, O):
     if S:                                                                        # Eq 33
         new = [[torch.addcmul(a, by[:, r, n:, None], s) for r, a in enumerate(group)] for group, s in zip(new, S)]
         S, new = [group[-1] for group in new], [group[:-1] for group in new]
-    if begins:  # the outer gradient goes through Newton-Schulz (choice 14)
+    if begins:                                                # the outer gradient goes through it (choice 14)
         seen = new if every == 1 else [[a, *group[:-1]] for a, group in zip(sums, new)]          # choice 15
         O = newton_schulz([torch.cat(group) for group in seen], rule.ns_steps, rule.ns_coefficients)             # Eq 40
     O = [o.unflatten(0, (blocks, -1)) for o in O]
-    for j in range(blocks):  # Eq 32, by the last token of each block
+    for j in range(blocks):                                   # Eq 32, by the last token of each block
         own, since = coef[:, j, -1, :, None, None].unbind(1)
         held.append([*zip(W, (o[j] for o in O))])
         W = [torch.addcmul(since * w, own, o[j]) for w, o in zip(W, O)]
