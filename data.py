@@ -1,7 +1,7 @@
 """data.py - text and synthetic tasks: everything that becomes tokens.
 
 read finds a text or token files, make_tokenizer turns text into ids, split, batch, windows and streams cut ids up,
-mqar draws a synthetic recall task. There is no loader object: a batch is a function of (seed, step), so an exact
+mqar, needle and the tasks of MAD are drawn at random. There is no loader object: a batch is a function of (seed, step), so an exact
 resume needs no loader state. `python data.py --data corpus --out tokens` makes token files.
 """
 import argparse
@@ -13,7 +13,7 @@ import sys
 import urllib.request
 from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -320,6 +320,113 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
     tokens.scatter_(1, place, keys.gather(1, asked))
     targets = torch.full_like(tokens, -100).scatter_(1, place, values.gather(1, asked))
     return tokens, targets
+
+
+def distinct(batch, n, below, generator):
+    """-> (batch, n): n different numbers 0 .. below - 1 a row, in random order."""
+    return torch.rand(batch, below, generator=generator).topk(n).indices
+
+
+def needle(batch, n_pairs, seq_len, generator, symbols=16):
+    """Pairs of a key and its value anywhere in noise; at the end each key is asked for, in random order. Token 0 stands
+    behind a key that asks; then come `symbols` tokens each for noise, keys (at most once a row) and values.
+    needle(1, 2, 12, g, symbols=3), where g is torch.Generator().manual_seed(10521) here and below:
+        tokens     1    1    6    7    1    1    4    9    4    0    6    0
+        targets -100 -100 -100 -100 -100 -100 -100 -100    9 -100    7 -100
+    """
+    if not (1 <= n_pairs <= symbols and 4 * n_pairs <= seq_len):
+        raise UserError(f"needle needs 1 <= n_pairs <= symbols, seq_len / 4, not {n_pairs=}, {symbols=}, {seq_len=}")
+    n = seq_len - 2 * n_pairs
+    slot = distinct(batch, n_pairs, n - n_pairs, generator)
+    place = slot + slot.argsort(-1).argsort(-1)                 # one further for each pair that stands before it
+    keys = 1 + symbols + distinct(batch, n_pairs, symbols, generator)
+    values = torch.randint(1 + 2 * symbols, 1 + 3 * symbols, keys.shape, generator=generator)
+    tokens = torch.randint(1, 1 + symbols, (batch, seq_len), generator=generator)
+    tokens.scatter_(1, place, keys).scatter_(1, place + 1, values)
+    targets = torch.full_like(tokens, -100)
+    tokens[:, n::2], tokens[:, n + 1::2], targets[:, n::2] = keys, 0, values
+    return tokens, targets
+
+
+# The tasks of MAD (Poli et al. 2024, arXiv 2403.17844, https://github.com/athms/mad-lab), written anew. Every batch is
+# new, and training asks for the answers alone; MAD has fixed training sets, and its recalls train on every next token.
+def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
+    """In-context recall: n_keys pairs of a key and its value come again and again, asked from their second time on. A
+    share `noise` of the pairs is noise. Fuzzy recall: a key has `motif` tokens (in MAD's training also fewer), a value
+    1 to `motif`. `symbols` tokens each are for keys and values, then twice as many for noise.
+    recall(1, 2, 16, g, symbols=3, motif=2, noise=0.2):
+        tokens     2    1    3    0    2    5    3    2    1    3    7   11    9    0    2    5
+        targets -100 -100 -100 -100 -100 -100 -100 -100    3 -100 -100 -100 -100 -100    5    3
+    """
+    if not 1 <= n_keys <= symbols ** motif:
+        raise UserError(f"recall needs 1 <= n_keys <= symbols^motif, not {n_keys=}, {symbols=}, {motif=}")
+    n, at = seq_len // (motif + 1) + 1, torch.arange(motif)     # n pairs are enough, were all values one token
+    keys = distinct(batch, n_keys, symbols ** motif, generator)[..., None] // symbols ** at % symbols
+    values = torch.randint(symbols, 2 * symbols, keys.shape, generator=generator)
+    values.masked_fill_(at > torch.randint(motif, (batch, n_keys, 1), generator=generator), -1)
+    pick = torch.randint(n_keys, (batch, n), generator=generator)
+    pick[torch.rand(batch, n, generator=generator) < noise] = -1
+    tokens = torch.cat([keys, values], -1)[torch.arange(batch)[:, None], pick]          # (batch, n, 2 motif)
+    order = (tokens < 0).flatten(1).int().argsort(stable=True)[:, :seq_len + 1]         # closes the gaps, the -1
+    tokens[pick < 0] = torch.randint(2 * symbols, 4 * symbols, tokens[pick < 0].shape, generator=generator)
+    seen = (pick[:, :, None] == pick[:, None]).tril(-1).any(-1) & (pick >= 0)
+    targets = torch.where(seen[..., None] & (torch.arange(2 * motif) >= motif), tokens, -100)
+    return tokens.flatten(1).gather(1, order[:, :-1]), targets.flatten(1).gather(1, order[:, 1:])
+
+
+def compression(batch, n_tokens, generator, symbols=15):
+    """Random tokens, a token "compress", then a token for each place that asks what stood there. In MAD an MLP answers
+    from the output at "compress" alone; here a model may look further back, so only a fixed state has to compress.
+    compression(1, 4, g, symbols=5):
+        tokens     1    0    4    3    5    6    7    8    9
+        targets -100 -100 -100 -100 -100    1    0    4    3
+    """
+    if n_tokens < 1:
+        raise UserError(f"compression needs 1 <= n_tokens, not {n_tokens=}")
+    x = torch.randint(symbols, (batch, n_tokens), generator=generator)
+    ask = symbols + torch.arange(n_tokens + 1).expand(batch, -1)
+    return torch.cat([x, ask], 1), torch.cat([torch.full_like(ask, -100), x], 1)
+
+
+def memorization(batch, seq_len, generator, symbols=127, seed=0):
+    """Keys, each with a token "insert" that asks for its value. No value is ever shown: `seed` fixes them for all rows
+    and batches, so a model must learn them in training. Tokens: `symbols` each of keys and values, "insert".
+    memorization(1, 8, g, symbols=4):
+        tokens     3    8    0    8    3    8    1    8
+        targets -100    6 -100    4 -100    6 -100    5
+    """
+    if seq_len < 2 or seq_len % 2:
+        raise UserError(f"memorization needs an even seq_len, not {seq_len=}")
+    values = symbols + torch.randperm(symbols, generator=torch.Generator().manual_seed(seed))
+    keys = torch.randint(symbols, (batch, seq_len // 2), generator=generator)
+    insert, nothing = torch.full_like(keys, 2 * symbols), torch.full_like(keys, -100)
+    return torch.stack([keys, insert], -1).flatten(1), torch.stack([nothing, values[keys]], -1).flatten(1)
+
+
+def selective_copying(batch, n_tokens, seq_len, generator, symbols=14):
+    """Tokens anywhere among blanks, a token "copy", then as many blanks, each asking for the next of the tokens.
+    selective_copying(1, 3, 10, g, symbols=4), where 4 is the blank, 5 "copy":
+        tokens     4    3    0    3    4    4    5    4    4    4
+        targets -100 -100 -100 -100 -100 -100 -100    3    0    3
+    """
+    if not 1 <= n_tokens <= (n := seq_len - n_tokens - 1):
+        raise UserError(f"selective_copying needs 1 <= n_tokens <= (seq_len - 1) / 2, not {n_tokens=}, {seq_len=}")
+    x = torch.randint(symbols, (batch, n_tokens), generator=generator)
+    place = distinct(batch, n_tokens, n, generator).sort(-1).values
+    tokens = torch.full((batch, seq_len), symbols).scatter_(1, place, x)
+    tokens[:, n] = symbols + 1
+    return tokens, torch.cat([torch.full((batch, n + 1), -100), x], 1)
+
+
+# name: (draw, vocabulary size, chance); draw(batch, generator=g) -> tokens, targets. Sizes are MAD's smallest or below.
+# Chance is what the row's commonest answer scores, asked for anything: no more than that shows no recall.
+MAD = {
+    "recall": (partial(recall, n_keys=8, seq_len=128), 16, 0.35),
+    "noisy-recall": (partial(recall, n_keys=8, seq_len=128, noise=0.2), 32, 0.36),
+    "fuzzy-recall": (partial(recall, n_keys=8, seq_len=128, motif=3), 16, 0.31),
+    "compression": (partial(compression, n_tokens=31), 47, 0.16),
+    "memorization": (partial(memorization, seq_len=32), 255, 1 / 127),      # of a fixed answer: a row shows none
+    "selective-copying": (partial(selective_copying, n_tokens=16, seq_len=128), 16, 0.20)}
 
 
 def main(argv=None):

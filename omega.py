@@ -22,12 +22,13 @@ S_0 has added to W_t by then. No W_t is formed to be read. For all rows r_t of a
 
 which is attention, with P in the place of the softmax. X and D have the rows x_i and d_i, o multiplies elementwise.
 
-With Newton-Schulz there are two matrices for each block of m = muon_every tokens (choice 15): W_j, the memory before
-it, and O_j, the NS of the sum of S_t over the block before it (m = 1, the paper: of its own S_t). Then
+With Newton-Schulz a block of m = muon_every tokens writes at once, by its last token (choice 15; m = 1 is the paper):
 
-    W_t = since_t W_j + own_t O_j                                                             Eq 32
+    W_t = keep_t W_{t-1} - due_t NS(U_t),   due_t = 0 within the block                        Eq 32
+    U_t = keep_t U_{t-1} + step_t S_t       from 0 at the block's beginning; due_t likewise, of the steps alone
 
-where since_t is the product of keep since the block began, own_t minus the sum of its steps, each decayed up to t.
+Here, too, no W_t is formed: r_t W_t = keepprod_t (r_t W_0) + sum over the blocks j of the chunk of C[t, j] (r_t O_j),
+where O_j is NS(U) of block j.
 
 keep leads back to zero, as printed, or with forget = "start" to M0: the same rule for W - M0 (choice 21).
 Symbols: memory.py.
@@ -78,8 +79,8 @@ class State(NamedTuple):
     W: tuple                              # W_t (less M0: `total` adds it), matrices (B, H, in, out)
     S: tuple                              # S_t, or () without momentum
     anchor: tuple                         # W at the last chunk boundary
-    O: tuple                              # NS of the block in progress, or () with muon_every <= 1
-    sums: tuple                           # S_t summed over the block in progress, or the last one, or () likewise
+    U: tuple                              # what the block in progress will write, before NS; () without Newton-Schulz
+    due: torch.Tensor                     # (B, H) the sum of its steps, decayed
     k: torch.Tensor                       # (B, H, min(t, window - 1), D), the pairs a window looks back on
     v: torch.Tensor
     keys: torch.Tensor | None             # (B, H, t, D) all keys so far, for `exp` features only
@@ -92,10 +93,9 @@ def start(rule, phi, M0, batch, momentum=True):
     zeros = tuple(torch.zeros_like(w) for w in W)
     base = tuple(M0) if rule.forget == "start" else ()
     W = zeros if base else tuple(w.clone() for w in W)        # its own: an optimizer changes M0 in place
-    block = zeros if rule.muon_every > 1 else ()
     none = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
-    keys = none if phi.kind == "exp" else None
-    return State(base, W, zeros if momentum else (), W, block, block, none, none, keys, 0)
+    keys, due = none if phi.kind == "exp" else None, none.new_zeros(none.shape[:2])
+    return State(base, W, zeros if momentum else (), W, zeros if rule.muon_every else (), due, none, none, keys, 0)
 
 
 def total(state):
@@ -125,7 +125,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 
     def one(M0, before, xq, q, xs, ks, vs, gates):
         """One sequence, one head: phi(q) (T, E), q (T, D), and phi(k) (held + T, E), k, v with the held ones."""
-        (W, S, anchor, O, sums), (keep, step, momentum, gate) = before, gates
+        (W, S, anchor, U, due), (keep, step, momentum, gate) = before, gates
 
         def window_loss(W, pairs, weights):
             return sum(w * memory.loss(rule.loss, M(W, xs[i], ks[i]), vs[i]) for w, i in zip(weights, pairs))
@@ -144,25 +144,26 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             pairs = range(max(0, held + t - rule.window + 1), held + t + 1)  # this token and the window - 1 before it
             g = grad(window_loss)(anchor, pairs, gate[t, rule.window - len(pairs):])             # Eq 9
             S = tuple(momentum[t] * s + d for s, d in zip(S, g)) if len(momentum) else g         # Eq 33
-            if rule.muon_every <= 1:
-                O = tuple(map(NS, S)) if rule.muon_every else S                  # Eq 40
+            if not rule.muon_every:
+                W = tuple(keep[t] * w - step[t] * s for w, s in zip(W, S))       # choices 4, 5
             else:                                                                # choice 15
-                if (pos + t) % rule.chunk % rule.muon_every == 0:  # a block begins: NS of the one before it
-                    O, sums = tuple(map(NS, sums)), tuple(torch.zeros_like(s) for s in sums)
-                sums = tuple(a + s for a, s in zip(sums, S))
-            W = tuple(keep[t] * w - step[t] * o for w, o in zip(W, O))           # Eq 32; choices 4, 5
+                W, due = tuple(keep[t] * w for w in W), keep[t] * due + step[t]
+                U = tuple(keep[t] * u + step[t] * s for u, s in zip(U, S))
+                if (pos + t + 1) % rule.chunk % rule.muon_every == 0:            # the block ends; without blocks
+                    W = tuple(w - due * NS(u) for w, u in zip(W, U))             # keep W - step NS(S): Eq 32, 40
+                    U, due = tuple(torch.zeros_like(u) for u in U), 0 * due
             ys.append(M(W, xq[t], q[t]))                                         # choice 3: read after write
             if (pos + t + 1) % rule.chunk == 0:
                 W = tuple(rule.bound(W))                                         # choice 22
-        return torch.stack(ys), W, S if len(momentum) else (), anchor, O if rule.muon_every > 1 else (), sums
+        return torch.stack(ys), W, S if len(momentum) else (), anchor, U, due
 
     gates = tuple(() if g is None else g for g in gates)
     M0 = tuple(m.expand(len(q), *m.shape) for m in state.M0)
     ks, vs = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
-    before = state.W, state.S, state.anchor, state.O, state.sums
-    y, W, S, anchor, O, sums = vmap(vmap(one))(M0, before, phi(q), q, phi(ks), ks, vs, gates)
+    before = state.W, state.S, state.anchor, state.U, state.due
+    y, W, S, anchor, U, due = vmap(vmap(one))(M0, before, phi(q), q, phi(ks), ks, vs, gates)
     pos, first = (pos + q.shape[2]) % rule.chunk, max(0, held + q.shape[2] - rule.window + 1)
-    return y, State(state.M0, W, S, anchor if pos else W, O, sums, ks[:, :, first:], vs[:, :, first:], None, pos)
+    return y, State(state.M0, W, S, anchor if pos else W, U, due, ks[:, :, first:], vs[:, :, first:], None, pos)
 
 
 # ---- what depends on the gates alone, for all chunks at once
@@ -217,26 +218,36 @@ def mixing(gates):
     return P, coef, torch.cat([last, G_last], -2), ends
 
 
-def muon_mixing(gates, m):
-    """The same where Newton-Schulz stands between S and W -> sums, coef.
+def muon_mixing(gates, m, begun, closes, due):
+    """The same where Newton-Schulz stands between S and W -> by, first, coef, due.
 
-    sums (.., blocks, n): G, summed over the tokens of each block. With momentum one row more, G of the last token, and
-    one column more, of S_0. coef (.., blocks, m, 2): own and since of each token, for Eq 32. Tokens that the last block
-    lacks have keep 1 and step 0; a single block is as short as its tokens.
+    by (.., blocks, n): the coefficients of each x_i^T d_i in U at the end of each block, and first (.., 1, 1) that of
+    the U before, for `begun` tokens of the first block came before. With momentum `by` has one row more, of the last
+    S_t, and one column more, of S_0. coef (.., c, 1 + done): keepprod and C, of the blocks that end here; a block ends
+    with the chunk (`closes`), too. due (.., 1, 1): of the last block.
     """
     keep, step, momentum, gate = gates
-    c, blocks = keep.shape[-1], -(-keep.shape[-1] // m)
-    inside = torch.eye(blocks, dtype=keep.dtype, device=keep.device).repeat_interleave(m, 0)[:c]  # (c, blocks) of 0, 1
-    if momentum is not None:                                  # then how much of g_s is in the sum of each block:
-        inside = torch.cat([inside, F.pad(inside.new_ones(1, 1), (0, 0, c - 1, 0))], 1)
-        inside = inside.flip(0).expand(*keep.shape, -1)       # inside_s + momentum_{s+1} inside_{s+1}, from the last on
-        inside = recur(momentum.roll(-1, -1).flip(-1), inside)[0].flip(-2)
-    sums = inside.mT @ band(gate)
+    c, place = keep.shape[-1], torch.arange(begun, begun + keep.shape[-1], device=keep.device)
+    last = place % m == m - 1
+    if closes:
+        last[-1] = True
+    done = -(-(begun + c) // m) if closes else (begun + c) // m
+    inside = F.one_hot(place // m).to(keep)                   # (c, blocks)
+    end = last.clone()
+    end[-1] = True
+    later = recur((keep.roll(-1, -1) * ~end).flip(-1), end.flip(-1)[:, None].to(keep).expand(*keep.shape, 1))[0].flip(-2)
+    first = keep[..., :1, None] * later[..., :1, :]
+    own = step[..., None] * later * inside                    # how much of S_s is in U of each block: (.., c, blocks)
+    dues = own.sum(-2, keepdim=True)
+    dues = torch.cat([dues[..., :1] + first * due, dues[..., 1:]], -1)
+    coef = torch.cat([products(keep), recur(keep, -(dues * inside * last[:, None])[..., :done])[0]], -1)
+    if momentum is not None:                                  # then how much of g_s, and of it in the last S:
+        own = torch.cat([own, F.pad(keep.new_ones(1, 1), (0, 0, c - 1, 0)).expand(*keep.shape, 1)], -1)
+        own = recur(momentum.roll(-1, -1).flip(-1), own.flip(-2))[0].flip(-2)    # own_s + momentum_{s+1} own_{s+1}
+    by = own.mT @ band(gate)
     if momentum is not None:
-        sums = torch.cat([sums, (momentum[..., :1, None] * inside[..., :1, :]).mT], -1)
-    fill = (0, blocks * m - c if blocks > 1 else 0)
-    keep, step = (a.unflatten(-1, (blocks, -1)) for a in (F.pad(keep, fill, value=1.0), F.pad(step, fill)))
-    return sums, torch.cat([recur(keep, -step[..., None])[0], products(keep)], -1)
+        by = torch.cat([by, (momentum[..., :1, None] * own[..., :1, :]).mT], -1)
+    return by, first, coef, dues[..., -1:]
 
 
 # ---- one chunk learns; all tokens are read
@@ -277,25 +288,25 @@ def learn(rule, closes, part, M0, W, S, anchor):
     return rule.bound(W) if closes else W, S, pairs
 
 
-def muon_learn(rule, closes, part, M0, W, S, anchor, sums, O):
-    """The same with Newton-Schulz -> W, S, sums, O; W_j and O_j of each block. O is given for a block in progress."""
-    xk, v, by, coef = part                                    # by and coef: what muon_mixing returns
-    n, blocks, every, begins, held = v.shape[1], coef.shape[1], rule.muon_every, not O, []
+def muon_learn(rule, closes, part, M0, W, S, anchor, U):
+    """The same with Newton-Schulz -> W, S; U of the last block; O of each block that ends here."""
+    xk, v, by, first, coef = part                             # by, first and coef: what muon_mixing returns
+    n, done = v.shape[1], coef.shape[-1] - 1
     new = [write(x, d, by[..., :n]) for x, d in gradients(rule, M0, anchor or W, xk, v)]  # of each matrix, a block
     if S:                                                                        # Eq 33
         new = [[torch.addcmul(a, by[:, r, n:, None], s) for r, a in enumerate(group)] for group, s in zip(new, S)]
         S, new = [group[-1] for group in new], [group[:-1] for group in new]
-    if begins:                                                # the outer gradient goes through it (choice 14)
-        seen = new if every == 1 else [[a, *group[:-1]] for a, group in zip(sums, new)]          # choice 15
-        O = newton_schulz([torch.cat(group) for group in seen], rule.ns_steps, rule.ns_coefficients)             # Eq 40
-    O = [o.unflatten(0, (blocks, -1)) for o in O]
-    for j in range(blocks):                                   # Eq 32, by the last token of each block
-        own, since = coef[:, j, -1, :, None, None].unbind(1)
-        held.append([*zip(W, (o[j] for o in O))])
-        W = [torch.addcmul(since * w, own, o[j]) for w, o in zip(W, O)]
-    if every > 1:
-        sums = [group[-1] if begins else a + group[-1] for a, group in zip(sums, new)]
-    return rule.bound(W) if closes else W, S, sums, [o[-1] for o in O], held
+    if U:
+        new = [[torch.addcmul(group[0], first, u), *group[1:]] for group, u in zip(new, U)]
+    O, U = [[] for _ in W], [group[-1] for group in new]
+    if done:                                                  # the outer gradient goes through it (choice 14)
+        O = newton_schulz([torch.cat(group[:done]) for group in new], rule.ns_steps, rule.ns_coefficients)       # Eq 40
+        O = [o.chunk(done) for o in O]
+    keepprod, *C = coef[:, -1:].split(1, -1)
+    W = [keepprod * w for w in W]
+    for j, c in enumerate(C):                                                    # Eq 32
+        W = [torch.addcmul(w, c, o[j]) for w, o in zip(W, O)]
+    return rule.bound(W) if closes else W, S, U, O
 
 
 def read(rule, xq, M0, held, coef, PQK=None, P=None, pairs=None):
@@ -303,18 +314,19 @@ def read(rule, xq, M0, held, coef, PQK=None, P=None, pairs=None):
 
         r_t M0 + keepprod_t (r_t W_0) + u_t (r_t S_0) + ((P o R X^T) D)_t
 
-    held: of each matrix W_0 and S_0, or W_j and O_j, (M, in, out). coef: their coefficients. PQK: P o phi(q) phi(k)^T.
+    held: of each matrix W_0 and S_0, or W_0 and O_1, O_2, .., (M, in, out). coef: their coefficients, (M, c, 1) each.
+    PQK: P o phi(q) phi(k)^T.
     """
     def of_matrix(i, rows):
-        W = list(held[i])
-        if M0 and rows.is_contiguous():                       # all chunks of a sequence share M0: a long product
-            rest = torch.bmm(rows.view(len(M0[i]), -1, rows.shape[2]), M0[i]).view(*rows.shape[:2], -1)
-            reads = [*(torch.bmm(rows, w) for w in W), rest]
-        else:                                                 # monomials lie as columns (poly.py): read them once
-            W += [M0[i][:, None].expand(-1, len(rows) // len(M0[i]), -1, -1).flatten(0, 1)] if M0 else []
-            reads = torch.bmm(rows, torch.cat(W, -1)).chunk(len(W), -1)
-        y = torch.addcmul(reads[-1], coef[0], reads[0]) if M0 else coef[0] * reads[0]
-        y = torch.addcmul(y, coef[1], reads[1]) if len(held[i]) > 1 else y
+        W, long = list(held[i]), M0 and rows.is_contiguous()
+        if M0 and not long:                                   # monomials lie as columns (poly.py): read them once
+            W += [M0[i][:, None].expand(-1, len(rows) // len(M0[i]), -1, -1).flatten(0, 1)]
+        reads = torch.bmm(rows, torch.cat(W, -1) if len(W) > 1 else W[0]).chunk(len(W), -1)
+        y = reads[-1] if M0 else 0
+        if long:                                              # all chunks of a sequence share M0: a long product
+            y = torch.bmm(rows.view(len(M0[i]), -1, rows.shape[2]), M0[i]).view(*rows.shape[:2], -1)
+        for c, r in zip(coef, reads):
+            y = torch.addcmul(y, c, r) if M0 or c is not coef[0] else c * r
         if pairs:
             x, d = pairs[i]
             y = torch.baddbmm(y, PQK if i < memory.firsts(rule.memory) else P * torch.bmm(rows, x.mT), d)
@@ -333,8 +345,8 @@ def by_matrix(runs):
     return [[stacked(group) for group in zip(*tuples)] for tuples in zip(*runs)]
 
 
-def plain_run(rule, closes, part, gates, M0, anchor, W, S, *_):
-    """Chunks without Newton-Schulz, `part` as in `run` -> z (N, tokens, D), W and S after them, and no sums and O."""
+def plain_run(rule, closes, part, gates, M0, anchor, W, S, U, due, *_):
+    """Chunks without Newton-Schulz, `part` as in `run` -> z (N, tokens, D), W and S after them; no U, `due` is 0."""
     (xq, xk, xw, v, qk), flat, held, learned = part, lambda a: a.flatten(0, 1), [], []
     P, coef, by, ends = mixing(gates)
     for chunk in each(xk, xw, v, by, ends):
@@ -343,21 +355,22 @@ def plain_run(rule, closes, part, gates, M0, anchor, W, S, *_):
         learned.append([(None if i < memory.firsts(rule.memory) else x, d) for i, (x, d) in enumerate(pairs)])
     coef, pairs = [flat(a) for a in coef], by_matrix(learned)
     z = read(rule, flat(xq), M0, by_matrix(held), coef, flat(P * qk), flat(P), pairs)
-    return z.unflatten(0, xq.shape[:2]).flatten(1, 2), W, S, [], []
+    return z.unflatten(0, xq.shape[:2]).flatten(1, 2), W, S, [], due
 
 
-def muon_run(rule, closes, part, gates, M0, anchor, W, S, sums, O):
-    """The same with Newton-Schulz. O is given if the run, then of one chunk, begins within a block."""
-    (xq, xk, _, v, _), (by, coef), held = part, muon_mixing(gates, rule.muon_every), []
-    N, count, c, _ = xq.shape
-    for chunk in each(xk, v, by, coef):
-        W, S, sums, last, blocks = muon_learn(rule, closes, chunk, M0, W, S, anchor, sums, O)
-        held += blocks
-    blocks, m = coef.shape[2:4]
-    rows = F.pad(xq, (0, 0, 0, blocks * m - c)) if blocks * m > c else xq
-    own, since = coef.flatten(0, 2).split(1, -1)
-    z = read(rule, rows.unflatten(2, (blocks, m)).flatten(0, 2), M0, by_matrix(held), [since, own])
-    return z.view(N, count, blocks * m, -1)[:, :, :c].flatten(1, 2), W, S, sums, last if rule.muon_every > 1 else []
+def muon_run(rule, closes, part, gates, M0, anchor, W, S, U, due, begun):
+    """The same with Newton-Schulz. `begun` tokens of the first block came before; then the run is of one chunk."""
+    (xq, xk, _, v, _), held = part, []
+    by, first, coef, due = muon_mixing(gates, rule.muon_every, begun, closes, due)
+    for chunk in each(xk, v, by, first, coef):
+        before = W
+        W, S, last, O = muon_learn(rule, closes, chunk, M0, W, S, anchor, U)
+        held.append([(w, *o) for w, o in zip(before, O)])
+    z = read(rule, xq.flatten(0, 1), M0, by_matrix(held), coef.flatten(0, 1).split(1, -1))
+    z = z.unflatten(0, xq.shape[:2]).flatten(1, 2)
+    if closes or not (begun + xq.shape[2]) % rule.muon_every:                    # the next block begins from 0
+        return z, W, S, [torch.zeros_like(u) for u in last], torch.zeros_like(due[:, -1])
+    return z, W, S, last, due[:, -1]
 
 
 def compile_chunks(**options):
@@ -381,7 +394,7 @@ def omega(rule, phi, q, k, v, gates, state):
         return v, state
     E = phi.out_dim if phi.kind != "exp" else phi.dim + state.keys.shape[2] + q.shape[2]
     at_once = max(1, AT_ONCE // max(1, q.shape[:2].numel() * E * rule.chunk))
-    runs, ys = cuts(q.shape[2], state.pos, rule.chunk, rule.muon_every or rule.chunk, at_once), []
+    runs, ys = cuts(q.shape[2], state.pos, rule.chunk, at_once), []
     lengths = [c * count for c, count in runs]
     parts = (repeat(None) if a is None else a.split(lengths, 2) for a in (q, k, v, *gates))
     for (c, count), q, k, v, *gates in zip(runs, *parts):
@@ -390,19 +403,14 @@ def omega(rule, phi, q, k, v, gates, state):
     return torch.cat(ys, 2) if len(ys) > 1 else ys[0], state
 
 
-def cuts(T, pos, chunk, every, at_once):
+def cuts(T, pos, chunk, at_once):
     """T tokens, the first one `pos` tokens into a chunk, as runs of `count` times c tokens: [(c, count), ..].
 
-    First the rest of a block, and of a chunk, in progress; then whole chunks, at most `at_once`; then a chunk begun.
+    First the rest of a chunk in progress; then whole chunks, at most `at_once`; then a chunk begun.
     """
     runs = []
     while T:
-        if pos % every:
-            c, count = min(T, every - pos % every, chunk - pos), 1
-        elif pos or T < chunk:
-            c, count = min(T, chunk - pos), 1
-        else:
-            c, count = chunk, min(T // chunk, at_once)
+        c, count = (min(T, chunk - pos), 1) if pos or T < chunk else (chunk, min(T // chunk, at_once))
         runs.append((c, count))
         T, pos = T - c * count, (pos + c * count) % chunk
     return runs
@@ -424,13 +432,13 @@ def run(rule, phi, c, count, q, k, v, gates, state):
     else:
         xq, xk, xw, qk = features(rule, phi, cq, ck)
     part = xq, xk, xw, cv, qk
-    O = group("O") if rule.muon_every and state.pos % rule.muon_every else []
-    z, *fast = (muon_run if rule.muon_every else plain_run)(
-        rule, not pos, part, gates, group("M0"), group("anchor") if state.pos else [],
-        group("W"), group("S"), group("sums"), O)
-    W, S, sums, O = (tuple(a.unflatten(0, (B, H)) for a in matrices) for matrices in fast)
+    begun = state.pos % rule.muon_every if rule.muon_every else 0
+    z, *fast, due = (muon_run if rule.muon_every else plain_run)(
+        rule, not pos, part, gates, group("M0"), group("anchor") if state.pos else [], group("W"), group("S"),
+        group("U") if begun else [], state.due.view(-1, 1, 1, 1), begun)
+    W, S, U = (tuple(a.unflatten(0, (B, H)) for a in matrices) for matrices in fast)
     y = memory.output(rule.memory, z.unflatten(0, (B, H)), q, rule.norm)
-    return y, State(M0, W, S, state.anchor if pos else W, O, sums, *past, state.keys, pos)
+    return y, State(M0, W, S, state.anchor if pos else W, U, due.view(B, H), *past, state.keys, pos)
 
 
 def with_past(rule, state, k, v, gate):

@@ -6,6 +6,7 @@
 In the order of the modules. A docstring says which mistake a test catches.
 """
 import ast
+import builtins
 import csv
 import hashlib
 import importlib
@@ -422,17 +423,17 @@ def test_matrix_by_hand(case):
     """W <- keep W - step NS(S), S <- momentum S + sum gate k^T (k W - v). Catches: errors at another W, a wrong decay;
     NS of the memory (atlas-pytorch), of g, of the step, of the block in progress, of a part of a block."""
     rule, _, x = problem(**dict(T=17, memory="linear", window=1, chunk=1, momentum=False, S0=False) | case)
-    W, S, sums, ys, m = x["M0.0"], 0, torch.zeros(2, 2, 3, 3).double(), [], rule.muon_every
+    W, S, U, due, ys, m = x["M0.0"], 0, 0, 0, [], rule.muon_every
     home, momentum = W if rule.forget == "start" else 0, x["momentum"] if "momentum" in case else torch.zeros(2, 2, 17)
     for t, (q, keep, step) in enumerate(by_token(x, "q", "keep", "step")):
         i, anchor = slice(max(0, t - rule.window + 1), t + 1), anchor if t % rule.chunk else W
         k, v, gate = x["k"][:, :, i], x["v"][:, :, i], x["gate"][:, :, t, -min(t + 1, rule.window):, None]
         S = momentum[:, :, t, None, None] * S + (gate * k).mT @ (k @ anchor - v)
-        if m > 1 and t % rule.chunk % m == 0:
-            O, sums = newton_schulz_ref(sums), 0
-        sums = sums + S
-        O = O if m > 1 else newton_schulz_ref(S) if m else S
-        W = home + keep * (W - home) - step * O
+        W, U, due = home + keep * (W - home), keep * U + step * S, keep * due + step
+        if not m:
+            W, U = W - U, 0
+        elif (t + 1) % rule.chunk % m == 0:
+            W, U, due = W - due * newton_schulz_ref(U), 0, 0
         ys.append(q @ W)
     both_forms(torch.cat(ys, 2), rule, x)
 
@@ -1099,6 +1100,52 @@ def test_mqar():
     place = (data.mqar(20_000, 2, 1, 10, 14, torch.Generator().manual_seed(0))[1] >= 0).int().argmax(1)
     law = torch.arange(1, 6) ** -0.99
     assert (place.bincount(minlength=14)[4::2] / 20_000 - law / law.sum()).abs().max() < 0.015
+
+
+def lookup(row, facts, motif=1):
+    """What data.recall asks of a row, read off the row: keys are 0 .. 7, values 8 .. 15, noise is above."""
+    table, answers, t = {}, [-100] * len(row), 0
+    while t < len(row):
+        key, t, value = tuple(row[t:t + motif]), t + (motif if row[t] < 8 else 1), []
+        if key in table:
+            answers[t - 1:t - 1 + len(table[key])] = table[key]
+        while t < len(row) and 8 <= row[t] < 16:
+            value, t = value + [row[t]], t + 1
+        if key[0] < 8:
+            table.setdefault(key, value)
+    return answers[:len(row)]
+
+
+@pytest.mark.parametrize("name, bad, answer", [
+    ("needle", "n_pairs=17", lambda row, facts: [-100] * 56 + sum(
+        ([row[row.index(key, 0, 56) + 1], -100] for key in row[56::2]), [])),
+    ("recall", "n_keys=9", lookup), ("noisy-recall", "n_keys=0", lookup),
+    ("fuzzy-recall", "n_keys=513", partial(lookup, motif=3)),
+    ("compression", "n_tokens=0", lambda row, facts: [-100] * 32 + [row[place - 16] for place in row[32:]]),
+    ("memorization", "seq_len=31", lambda row, facts: [
+        facts[row[t - 1]] if token == 254 else -100 for t, token in enumerate(row)]),
+    ("selective-copying", "n_tokens=64", lambda row, facts: [-100] * (row.index(15) + 1) + [
+        token for token in row if token < 14])])
+def test_synthetic_tasks(name, bad, answer):
+    """An oracle that reads tokens alone finds all targets and no more; a seed is a batch; docstrings show it."""
+    draw, vocab, chance = {**data.MAD, "needle": (partial(data.needle, n_pairs=4, seq_len=64), 49, 0.34)}[name]
+    (tokens, targets), again, other = (draw(256, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
+    assert torch.equal(tokens, again[0]) and torch.equal(targets, again[1]) and not torch.equal(tokens, other[0])
+    assert tokens.dtype == targets.dtype == torch.int64 and tokens.shape == targets.shape
+    facts = dict(zip(other[0][:, :-1].flatten().tolist(), other[1][:, 1:].flatten().tolist()))      # memorization's
+    assert [answer(row, facts) for row in tokens.tolist()] == targets.tolist()
+    assert set(tokens.unique().tolist() + targets.unique().tolist()) == {-100, *range(vocab)}
+    asked = [[a for a in row if a >= 0] for row in targets.tolist()]
+    if name == "memorization":
+        asked = [sum(asked, [])]                                # its rows say nothing of their answers
+    assert abs(sum(max(map(row.count, row), default=0) for row in asked) / sum(map(len, asked)) - chance) < 0.015
+    doc = draw.func.__doc__
+    made = builtins.eval(re.search(r"\w+\(1, .*?\)(?=[,:])", doc)[0], vars(data), dict(g=torch.Generator().manual_seed(10521)))
+    drawn = [re.search(rf"{word} +((-?\d+ *)+)\n", doc)[1].split() for word in ("tokens", "targets")]
+    assert [row[0].tolist() for row in made] == [list(map(int, row)) for row in drawn]
+    size, value = bad.split("=")
+    with pytest.raises(data.UserError, match=bad):
+        draw(2, generator=torch.Generator(), **{size: int(value)})
 
 
 # ---- train.py and sample.py
