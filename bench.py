@@ -265,20 +265,13 @@ PARTS = dict(layer=(part_layer, 8), rule=(part_rule, 2), step=(part_step, 4), de
 
 
 def plot(rows, path):
-    """Speed of layers over length. matplotlib is optional: only this needs it."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    ax = figure.subplots()
-    for name, marker in zip(dict.fromkeys(row["name"] for row in rows), itertools.cycle("os^vDPX")):
-        points = [(row["T"], row["tokens_per_s"]) for row in rows if row["name"] == name]
-        ax.loglog(*zip(*points), base=2, marker=marker, label=name)
-    ax.set(xlabel="sequence length [tokens]", ylabel="forward + backward of one layer [tokens/s]")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_formatter("{x:,.0f}")
-    ax.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=9)
-    figure.savefig(path, dpi=100)
-    say(f"wrote {path}")
+    """Speed of layers over length."""
+    lines = {}
+    for row in rows:
+        xs, ys = lines.setdefault(row["name"], ([], []))
+        xs.append(row["T"])
+        ys.append(row["tokens_per_s"])
+    train.picture(path, lines, "sequence length [tokens]", "forward + backward of one layer [tokens/s]", log="xy")
 
 
 def machine(args):

@@ -2,22 +2,28 @@
 
     python eval.py --ckpt out                      validation loss, memory reset and carried, and by position; then
                                                    50,000 tokens in one stream: exit code 1 on NaN or growing memory
-    python eval.py --ckpt out --stream 1000000     the same with a stream of a million tokens
+    python eval.py --ckpt out omega --plot         loss by position of several, with and without writes, drawn
     python eval.py --ckpt out --no-write           the same with all inner steps 0: what does the memory bring?
-    python eval.py --task mqar --model titans      train a small model to recall pairs that it saw once
-    python eval.py --task mqar --window 4 --pairs 2 4                              fields of models.Config are flags
+    python eval.py --task needle --model transformer deltanet atlas,memory=linear --seeds 1 2 3 --plot
+    python eval.py --task mqar --pairs 2 4 8       small models, trained to recall pairs that they saw once
+    python eval.py --task mad                      the six synthetic tasks of MAD: the paper's Table 4, small
+    python eval.py --task ablation                 the paper's Table 6, small
     python eval.py --task online                   what window, momentum and Newton-Schulz bring, untrained
-    python eval.py --task online --memory mlp --features monomial --chunk 8        the same with another memory
+    python eval.py --task capacity --plot          how many pairs features can hold, and how many one pass stores
 
-Loss by position shows whether more context helps. Attention sees its windows, one a layer; a memory what it still
-holds. Multi-query associative recall (data.mqar draws it) asks for the values of keys that were shown once.
+A model is a preset, and may be changed: atlas,memory=linear,steps=900 (fields of models.Config; steps and lr). With
+--json FILE a campaign keeps each result as it comes; started again it does what is missing. --plot needs matplotlib.
 """
 import itertools
+import json
 import math
 import os
 import sys
 import time
+from collections import defaultdict
 from dataclasses import fields
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +35,7 @@ import muon
 import omega
 import train
 from data import UserError
-from train import Halt, at_least, say
+from train import Halt, at_least, picture, say
 
 
 def configure(preset, **overrides):
@@ -74,18 +80,35 @@ def buckets(length):
 
 
 def text_task(args, device):
-    """Prints all losses of a checkpoint. Halt where one is not finite."""
-    ckpt, model, tokenizer = load(args.ckpt, device, args.no_write)
+    """Prints all losses of each checkpoint. Halt where one is not finite."""
+    lines = {}
+    for path in args.ckpt:
+        ckpt, model, at, n = text_losses(path, args, device)
+        lines[f"{ckpt['path']}, no write" if args.no_write else ckpt["path"]] = at
+        if args.plot and not args.no_write and model.config.mixer == "memory":
+            lines[f"{ckpt['path']}, no write"] = text_losses(path, args, device, silent=True)[2]
+    if args.plot:
+        T = min(map(len, lines.values()))
+        middle = [(a + b) / 2 for a, b in buckets(T)]
+        picture(args.plot, {name: (middle, [at[a:b].mean().item() for a, b in buckets(T)]) for name, at in lines.items()},
+                "tokens before", f"loss [nats/token], mean of {n} windows", log="x")
+
+
+def text_losses(path, args, device, silent=False):
+    """The same of one checkpoint -> it, the model, its loss by position, of how many windows. silent: no writes."""
+    ckpt, model, tokenizer = load(path, device, args.no_write or silent)
     corpus, T = data.read(args.data or ckpt["train"]["data"]), ckpt["train"]["seq_len"]
     _, val = corpus.splits(tokenizer, 1)
+    length = min(args.length or 4 * T, len(val) - 1)
+    at, n = position_loss(model, val, length, args.batch_size, args.windows)
+    if silent:
+        return ckpt, model, at, n
     say(f"{ckpt['path']}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
         f"{ckpt['data']['used']} in windows of {T}")
     part = "the validation files" if corpus.tokens else "the last tenth"
     other = "" if corpus.sha256 == ckpt["data"]["sha256"] else "; not the text of the training"
     say(f"{part} of {corpus.used}, {len(val):,} tokens{other}" + "; the memory writes nothing" * args.no_write)
     loss = train.report(model, tokenizer, val, T, args.batch_size)
-    length = min(args.length or 4 * T, len(val) - 1)
-    at, n = position_loss(model, val, length, args.batch_size, args.windows)
     say(f"\nby position, mean of {n} windows of {length}; trained on {T}\n  tokens before   nats/token")
     for a, b in buckets(length):
         say(f"  {a + 1:6d} - {b:6d}   {at[a:b].mean().item():.4f}" + ("   longer than in training" if b > T else ""))
@@ -93,6 +116,7 @@ def text_task(args, device):
         raise Halt(f"{ckpt['path']}: a loss is not finite; its weights have diverged")
     if args.stream:
         stream(model, val, args.stream)
+    return ckpt, model, at, n
 
 
 # ---- a stream without end
@@ -142,17 +166,29 @@ def stream(model, ids, n):
         raise Halt("memory grows with the stream")
 
 
-# ---- recall
+# ---- small models, trained on a task
 
-# the network of --task mqar where no flag says otherwise. Chunks are short: what was written is asked for soon after
+# their network where neither flag nor --model says otherwise. Chunks are short: what was written is asked for soon
 SMALL = dict(n_layer=2, n_head=2, n_embd=64, chunk=8, muon_every=1)
+NEEDLE = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8, chunk=16, muon_every=8)
+LENGTHS = (32, 64, 128)                         # of the needle in training, in turn
 
 
-def mqar_batch(args, n_pairs, step, device, test=False):
-    """Tokens and targets, a function of the arguments; no generator of training is ever one of the test."""
-    generator = torch.Generator().manual_seed(2 * (1_000_003 * args.seed + step) + test)
-    x, y = data.mqar(args.batch_size, n_pairs, n_pairs, args.vocab, args.seq_len, generator)
-    return x.to(device), y.to(device)
+def variant(name, args, network):
+    """A model as --model takes it, as atlas,memory=linear,steps=900 -> models.Config, its training steps, its lr."""
+    preset, *changes = name.split(",")
+    kinds = {**{f.name: f.type for f in fields(models.Config)}, "steps": int, "lr": float}
+    given = {}
+    for change in changes:
+        key, _, value = change.partition("=")
+        if key not in kinds or kinds[key] is bool and value not in ("True", "False"):
+            raise UserError(f"--model {name}: cannot read {change!r}; give field=value, as memory=linear or muon=False")
+        try:
+            given[key] = value == "True" if kinds[key] is bool else kinds[key](value)
+        except ValueError:
+            raise UserError(f"--model {name}: {value!r} is no {kinds[key].__name__}") from None
+    steps, lr = given.pop("steps", args.steps), given.pop("lr", args.lr)
+    return configure(preset, **{**network, **args.config, **given}), steps, lr
 
 
 @torch.no_grad()
@@ -165,11 +201,16 @@ def accuracy(model, batches):
     return right / asked
 
 
-def learn(model, draw, args):
-    """Trains on the batches draw(step) -> x, y. Halt where the loss or its gradient is not finite."""
-    tc = train.TrainConfig(steps=args.steps, warmup=args.steps // 10, lr=args.lr, optimizer=args.optimizer)
+def asked(model, draw, columns, seed, device):
+    """The accuracy on draw(column, generator) for each of the columns, on sequences that are not of the training."""
+    return [accuracy(model, map(sequences(lambda step, g: draw(n, g), seed, device, True), range(4))) for n in columns]
+
+
+def learn(model, draw, **how):
+    """Trains on the batches draw(step) -> x, y; how: fields of train.TrainConfig. Halt where a gradient is not finite."""
+    tc = train.TrainConfig(optimizer="muon", warmup=how["steps"] // 10, **how)
     optimizers, began = muon.make_optimizers(model.train(), tc), time.perf_counter()
-    for step in range(args.steps):
+    for step in range(tc.steps):
         loss = model.loss(*draw(step))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip)
@@ -177,27 +218,147 @@ def learn(model, draw, args):
             raise Halt(f"step {step + 1}: loss {loss:.4f}, gradient norm {norm:.4f}: not finite; "
                        f"lower {'--lr' if step else '--max-step'}")
         train.update(optimizers, tc, train.lr_scale(step, tc))
-        if (step + 1) % max(1, args.steps // 10) == 0:
-            say(f"step {step + 1:5d}/{args.steps}  loss {loss:.4f}  {time.perf_counter() - began:.0f} s")
-    model.eval()
+        if (step + 1) % max(1, tc.steps // 5) == 0:
+            say(f"  step {step + 1:5d}/{tc.steps}  loss {loss:.4f}  {time.perf_counter() - began:.0f} s")
+    return model.eval()
+
+
+def sequences(draw, seed, device, test=False):
+    """draw(step, generator) -> draw(step), a function of seed and step; no generator of training is one of the test."""
+    def drawn(step):
+        return [a.to(device) for a in draw(step, torch.Generator().manual_seed(2 * (1_000_003 * seed + step) + test))]
+    return drawn
+
+
+def trained(name, seed, args, device, network, vocab, draw):
+    """A model of this name, trained on `draw`."""
+    config, steps, lr = variant(name, args, {**network, "vocab_size": vocab})
+    torch.manual_seed(seed)
+    model = models.LM(config).to(device)
+    say(f"\n{name}: {model.num_params():,} parameters, seed {seed}, {steps} steps")
+    return learn(model, sequences(draw, seed, device), steps=steps, lr=lr)
+
+
+def campaign(args, trial, columns, chance="", names=None):
+    """trial(name, seed) -> a score for each of the columns, for all names (of --model) and --seeds; prints the table.
+
+    -> {name: {column: [a score a seed]}}. With --json the results are kept there, and those that it has are not redone.
+    """
+    file, names = Path(args.json) if args.json else None, names or args.model
+    settings = {key: value for key, value in vars(args).items() if key not in APART}
+    records = json.loads(file.read_text())["records"] if file and file.exists() else []
+    done = {(r["model"], r["seed"]): r for r in records if r["settings"] == settings}
+    for seed, name in itertools.product(args.seeds, names):
+        if (name, seed) not in done:
+            began = time.perf_counter()
+            scores = trial(name, seed)
+            record = dict(model=name, seed=seed, settings=settings, scores=dict(zip(map(str, columns), scores)),
+                          seconds=round(time.perf_counter() - began))
+            done[name, seed] = record
+            records.append(record)
+            if file:
+                with data.replacing(file) as temporary:
+                    temporary.write_text(json.dumps(dict(records=records), indent=1))
+    found = {name: [done[name, seed] for seed in args.seeds] for name in names}
+    width = max(map(len, names)) + 2
+    say(f"\n{'':{width}}" + "".join(f"{c!s:>14}" for c in columns) + "   seconds" + chance)
+    for name, runs in found.items():
+        cells = [spread([r["scores"][str(c)] for r in runs]) for c in columns]
+        say(f"{name:{width}}" + "".join(f"{c:>14}" for c in cells) + f"{sum(r['seconds'] for r in runs):10d}")
+    return {name: {c: [r["scores"][str(c)] for r in runs] for c in columns} for name, runs in found.items()}
+
+
+def spread(scores):
+    """Mean and standard deviation as text."""
+    a = torch.tensor(scores, dtype=torch.float64)
+    return f"{a.mean():.3f}" + (f" +- {a.std():.3f}" if len(a) > 1 else "")
+
+
+def curves(found):
+    """What `campaign` returns, as `train.picture` takes it: mean and standard deviation over the columns."""
+    lines = {}
+    for name, scores in found.items():
+        a = torch.tensor(list(scores.values()), dtype=torch.float64)             # (columns, seeds)
+        lines[name] = list(scores), a.mean(1).tolist(), (a.std(1) if a.shape[1] > 1 else 0 * a[:, 0]).tolist()
+    return lines
+
+
+def needle_task(args, device):
+    """Trains on short sequences in turn, and asks in longer ones."""
+    def draw(length, g):
+        return data.needle(args.batch_size, 4, length, g)
+
+    def trial(name, seed):
+        model = trained(name, seed, args, device, NEEDLE, 49, lambda step, g: draw(LENGTHS[step % 3], g))
+        return asked(model, draw, args.lengths, seed, device)
+    found = campaign(args, trial, args.lengths, "    (by guessing 0.062)")
+    if args.plot:
+        picture(args.plot, curves(found), "length of the text [tokens]", "right answers", log="x", level=1 / 16)
 
 
 def mqar_task(args, device):
-    """Trains on all numbers of pairs in turn, prints the accuracy for each."""
+    """Trains on all numbers of pairs in turn, and asks for each."""
+    def draw(n, g):
+        return data.mqar(args.batch_size, n, n, args.vocab, args.seq_len, g)
     for n in args.pairs:                                      # fail now, where one does not fit
-        mqar_batch(args, n, 0, device)
-    torch.manual_seed(args.seed)
-    model = models.LM(configure(args.model, **{**SMALL, **args.config, "vocab_size": args.vocab})).to(device)
-    say(f"{args.model}: {model.num_params():,} parameters, {args.steps} steps of {args.batch_size} x {args.seq_len}")
-    began = time.perf_counter()
-    learn(model, lambda step: mqar_batch(args, args.pairs[step % len(args.pairs)], step, device), args)
-    say("\npairs  accuracy  by guessing")
-    scores = []
-    for n in args.pairs:
-        scores.append(accuracy(model, (mqar_batch(args, n, i, device, test=True) for i in range(8))))
-        say(f"{n:5d}  {scores[-1]:8.3f}  {1 / n:11.3f}")
-    say(f"done: {args.model}, mean accuracy {sum(scores) / len(scores):.3f} after {args.steps} steps, "
-        f"{time.perf_counter() - began:.0f} s")
+        draw(n, torch.Generator())
+
+    def trial(name, seed):
+        model = trained(name, seed, args, device, SMALL, args.vocab,
+                        lambda step, g: draw(args.pairs[step % len(args.pairs)], g))
+        return asked(model, draw, args.pairs, seed, device)
+    found = campaign(args, trial, args.pairs, "    (by guessing 1 / pairs)")
+    if args.plot:
+        picture(args.plot, curves(found), "pairs", "right answers")
+
+
+TABLE4 = {  # of the paper: right answers in %, of models of its size
+    "transformer": (49.4, 100, 48.2, 95.9, 83.8), "titans": (49.6, 100, 49.7, 99.4, 83.5),
+    "omeganet": (50.9, 100, 54.2, 99.6, 90.2), "atlas": (51.6, 100, 54.9, 99.6, 91.4)}
+
+
+def mad_task(args, device):
+    """Trains one model for each of the tasks, beside the paper's Table 4."""
+    def trial(name, seed):
+        scores = []
+        for draw, vocab, _ in data.MAD.values():
+            batch = lambda _, g, draw=draw: draw(args.batch_size, generator=g)
+            scores += asked(trained(name, seed, args, device, SMALL, vocab, batch), batch, [0], seed, device)
+        return scores
+    found = campaign(args, trial, list(data.MAD))
+    say("chance  " + ", ".join(f"{name} {chance:.2f}" for name, (_, _, chance) in data.MAD.items()))
+    for name in found.keys() & TABLE4.keys():
+        say(f"paper   {name}: compression, noisy, fuzzy recall, selective copying, memorization {TABLE4[name]}")
+
+
+# ---- the paper's Table 6: what a part is worth
+
+ABLATION = {  # what is changed: by how much the paper's perplexity rises
+    "atlas": 0.0, "atlas++": -0.44, "atlas,memory=linear": 1.06, "atlas,muon=False": -0.32, "atlas,momentum=False": None,
+    "atlas,window=1": 2.01, "atlas,features=none": 2.17, "atlas,conv=False": None, "atlas,keep=False": None,
+    "atlas,wiring=mag": -0.07, "atlas,wiring=mal": 0.29}
+
+
+def ablation_task(args, device):
+    """Each row trained on tiny Shakespeare and on the needle, with the same tokens; does the sign agree?"""
+    corpus = data.read("shakespeare")
+    tokenizer = data.make_tokenizer("char", corpus.text)
+    ids, val = corpus.splits(tokenizer, args.seq_len)
+
+    def trial(name, seed):
+        text = trained(name, seed, args, device, NEEDLE, tokenizer.vocab_size,
+                       lambda step, g: data.batch(ids, seed, step, args.batch_size, args.seq_len))
+        recall = trained(name, seed, args, device, NEEDLE, 49,
+                         lambda step, g: data.needle(args.batch_size, 4, LENGTHS[step % 3], g))
+        loss = train.evaluate(text, val, args.seq_len, args.batch_size, 128)
+        return [loss, *asked(recall, lambda n, g: data.needle(args.batch_size, 4, n, g), args.lengths, seed, device)]
+    found = campaign(args, trial, ("text", *args.lengths), names=list(ABLATION))
+    base = torch.tensor(found["atlas"]["text"])
+    for name, sign in ABLATION.items():
+        more = torch.tensor(found[name]["text"]) - base                   # seed by seed
+        noise = abs(more.mean()) <= (more.std() if len(more) > 1 else 0.02)
+        says = "-" if sign is None or not sign else "within noise" if noise else "agrees" if more.mean() * sign > 0 else "disagrees"
+        say(f"{name:24} text {more.mean():+.3f}   paper {'-' if sign is None else f'{sign:+.2f} perplexity'}   {says}")
 
 
 # ---- the rule by itself
@@ -231,45 +392,91 @@ def one_pass(layer, rule, momentum, k, v):
     return ((y - v).square().sum(-1) / v.square().sum(-1)).view(len(STEPS), -1).mean(1)
 
 
+def online_layer(args, device, **more):
+    torch.manual_seed(args.seeds[0])
+    layer = models.Memory(configure("atlas", **{**PLAIN, **more, **args.config})).to(device)
+    if layer.config.features == "exp":
+        raise UserError("--features exp has no weights to read back; take none, monomial, elementwise or sketch")
+    return layer
+
+
+def pairs_to_store(kind, n, dim, args, device):
+    """n pairs for each sequence of a batch, keys as unit_keys, values of unit length."""
+    draws = torch.Generator().manual_seed(args.seeds[0])
+    k = unit_keys(kind, args.batch_size, n, dim, draws)
+    return k.to(device), F.normalize(torch.randn(k.shape, generator=draws), dim=-1).to(device)
+
+
+def least(layer, rule, momentum, k, v):
+    """The error of one pass with the best of STEPS."""
+    return one_pass(layer, rule, momentum, k, v).nan_to_num(math.inf).min().item()
+
+
 def online_task(args, device):
     """Prints the error of one pass with the best of STEPS, for both kinds of keys and each of args.pairs."""
-    torch.manual_seed(args.seed)
-    layer = models.Memory(configure("atlas", **{**PLAIN, **args.config})).to(device)
-    config, rule, kinds = layer.config, layer.config.rule(), ("independent", "correlated")
-    if config.features == "exp":
-        raise UserError("--features exp has no weights to read back; take none, monomial, elementwise or sketch")
+    layer, kinds, lines = online_layer(args, device), ("independent", "correlated"), {}
+    config, rule = layer.config, layer.config.rule()
     say(f"memory {config.memory}, heads of {config.head_dim}, features {config.features}, chunk {config.chunk}:\nmean "
         f"|M(k) - v|^2 / |v|^2 of {args.batch_size} x N pairs read once, two kinds of keys, best of {len(STEPS)} steps")
-    cells = []
-    for kind, n in itertools.product(kinds, args.pairs):
-        draws = torch.Generator().manual_seed(args.seed)
-        k = unit_keys(kind, args.batch_size, n, config.head_dim, draws)
-        v = F.normalize(torch.randn(k.shape, generator=draws), dim=-1)
-        cells.append((k.to(device), v.to(device)))
+    cells = [pairs_to_store(kind, n, config.head_dim, args, device) for kind in kinds for n in args.pairs]
     say("\n" + " " * 38 + "".join(f"{kind + ', N':>{max(7 * len(args.pairs), 16)}}" for kind in kinds))
     say(f"{'window  momentum  Newton-Schulz':38}" + "".join(f"{n:7d}" for n in args.pairs) * len(kinds))
     for every, momentum, window in itertools.product((0, rule.muon_every), (False, True), (1, 8, 16)):
-        one = rule._replace(window=window, muon_every=every)
-        best = [one_pass(layer, one, momentum, k, v).nan_to_num(math.inf).min().item() for k, v in cells]
+        best = [least(layer, rule._replace(window=window, muon_every=every), momentum, k, v) for k, v in cells]
         say(f"{window:6d}  {MOMENTUM if momentum else '-':>8}  {'yes' if every else '-':>13}" + " " * 7
             + "".join(f"{e:7.2f}" for e in best))
+        if window < 16:
+            name = f"window {window}" + ", momentum" * momentum + ", Newton-Schulz" * bool(every)
+            lines[name] = args.pairs, best[len(args.pairs):]
+    if args.plot:
+        picture(args.plot, lines, "pairs N, correlated keys", "error |M(k) - v|² / |v|²", log="x")
+
+
+def capacity_task(args, device):
+    """Prop 2: a matrix holds as many pairs as there are independent features: by least squares, and in one pass."""
+    lines, found = {}, {}
+    for features in ("none", "monomial"):
+        layer = online_layer(args, device, head_dim=8, features=features)
+        rule, E = layer.config.rule(), layer.phi.out_dim
+        for n in args.pairs:
+            k, v = pairs_to_store("independent", n, layer.config.head_dim, args, device)
+            x, y = layer.phi(F.normalize(k.double(), dim=-1)), v.double()        # of length 1 to the last digit
+            W = torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(device)
+            found["least squares", n] = ((x @ W - y).square().sum(-1) / y.square().sum(-1)).mean().item()
+            for window, every in ((1, 0), (8, 0), (8, 1)):
+                one = rule._replace(window=window, muon_every=every)
+                found[f"window {window}" + ", Newton-Schulz" * every, n] = least(layer, one, False, k, v)
+        for name in dict.fromkeys(name for name, _ in found):
+            lines[f"{name}, {E} features"] = args.pairs, [found[name, n] for n in args.pairs]
+    say(f"error |M(k) - v|^2 / |v|^2 of N pairs, heads of {layer.config.head_dim}\n{'':40}" + "".join(f"{n:7d}" for n in args.pairs))
+    for name, (_, errors) in lines.items():
+        say(f"{name:40}" + "".join(f"{e:7.2f}" for e in errors))
+    if args.plot:
+        picture(args.plot, lines, "pairs N", "error |M(k) - v|² / |v|²", log="x")
 
 
 # ---- main
 
-TASKS = dict(text=text_task, mqar=mqar_task, online=online_task)
+TASKS = dict(text=text_task, needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task,
+             online=online_task, capacity=capacity_task)
+# where no flag says otherwise
+USUAL = dict(text=dict(batch_size=8), online=dict(pairs=[8, 16, 32]), capacity=dict(pairs=[4, 8, 16, 32, 44, 64, 128]),
+             needle=dict(steps=1200, lr=5e-3), ablation=dict(batch_size=16, seq_len=128, lr=5e-3, lengths=[1024]))
+APART = {"model", "seeds", "json", "plot", "device", "threads"}       # of all flags, those that two results may differ in
 
 
 def parse(argv=None):
     parser = train.Parser(prog="eval.py", description=__doc__)
     add = parser.add_argument
-    add("--task", default="text", choices=tuple(TASKS), help="text: losses of a checkpoint; mqar: train a small model "
-        "to recall pairs; online: the rule by itself [text]")
+    add("--task", default="text", choices=tuple(TASKS), help="text: losses of checkpoints; online and capacity: the "
+        "rule by itself; the others train small models [text]")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
     add("--threads", type=at_least(int, 0), default=0, metavar="N", help="CPU threads; 0: torch decides [0]")
-    add("--batch-size", type=at_least(int, 1), metavar="N", help="sequences at a time [8; of mqar and online 32]")
+    add("--batch-size", type=at_least(int, 1), metavar="N", help="sequences at a time [32; of text 8, of ablation 16]")
+    add("--plot", nargs="?", const="", metavar="FILE", help="draw a picture [results/TASK.png]")
+    add("--json", metavar="FILE", help="where needle, mqar, mad, ablation keep results, and go on")
     add = parser.add_argument_group("--task text").add_argument
-    add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
+    add("--ckpt", nargs="+", default=["out"], help="checkpoint files, or folders with best.pt or ckpt.pt [out]")
     add("--data", help="another text than that of the training; its last tenth counts")
     add("--length", type=at_least(int, 0), default=0, metavar="N",
         help="longest window of the loss by position [4 x training's]")
@@ -277,23 +484,25 @@ def parse(argv=None):
     add("--stream", type=at_least(int, 0), default=50_000, metavar="N",
         help="tokens of the endless stream; 0: none [50000]")
     add("--no-write", action="store_true", help="all inner steps 0: what does the memory bring?")
-    add = parser.add_argument_group("--task mqar, --task online").add_argument
-    add("--model", default="atlas", choices=tuple(models.PRESETS), help="of mqar [atlas]")
-    add("--pairs", type=at_least(int, 1), nargs="+", metavar="N", help="numbers of pairs [4; of online 8 16 32]")
+    add = parser.add_argument_group("the other tasks").add_argument
+    add("--model", nargs="+", default=["atlas"], help="presets, changed or not: atlas,memory=linear,steps=900 [atlas]")
+    add("--seeds", type=at_least(int, 0), nargs="+", default=[1337], metavar="N", help="of weights, sequences [1337]")
+    add("--steps", type=at_least(int, 1), metavar="N", help="training steps [300; of needle 1200]")
+    add("--lr", type=at_least(float, 0), metavar="X", help="peak learning rate of AdamW [0.01; of needle 0.005]")
+    add("--lengths", type=at_least(int, 16), nargs="+", metavar="N", help="tokens a sequence of needle in which it "
+        "is asked, of ablation [128 256 512 1024 2048 4096; 1024]")
+    add("--pairs", type=at_least(int, 1), nargs="+", metavar="N", help="numbers of pairs of mqar, online, capacity")
     add("--vocab", type=at_least(int, 4), default=16, metavar="N",
         help="tokens of mqar: one that fills, vocab / 2 - 1 keys, vocab / 2 values [16]")
-    add("--seq-len", type=at_least(int, 1), default=24, metavar="N", help="tokens a sequence of mqar [24]")
-    add("--steps", type=at_least(int, 1), default=300, metavar="N", help="training steps of mqar [300]")
-    add("--lr", type=at_least(float, 0), default=1e-2, metavar="X", help="peak learning rate of AdamW [0.01]")
-    add("--optimizer", default="muon", choices=("adamw", "muon"), help="outer optimizer, as in train.py [muon]")
-    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="of weights and sequences [1337]")
-    network = parser.add_argument_group("--task mqar: the network", "In [] is what atlas has here. --task online takes "
-                                        "the flags of the memory, its features, its chunk and Newton-Schulz.")
+    add("--seq-len", type=at_least(int, 1), metavar="N", help="tokens a sequence of mqar [24], of ablation's text [128]")
+    network = parser.add_argument_group("the network", "In [] is what atlas has in mqar and mad; needle and ablation "
+                                        "have other sizes. online and capacity take the memory's flags.")
     train.add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
     args = parser.parse_args(argv)
-    args.config = {f.name: getattr(args, f.name) for f in fields(models.Config) if hasattr(args, f.name)}
-    args.batch_size = args.batch_size or (8 if args.task == "text" else 32)
-    args.pairs = args.pairs or ([8, 16, 32] if args.task == "online" else [4])
+    args.config = {f.name: vars(args).pop(f.name) for f in fields(models.Config) if hasattr(args, f.name)}
+    for name, value in {**dict(batch_size=32, pairs=[4], steps=300, lr=1e-2, seq_len=24, lengths=[128, 256, 512, 1024, 2048, 4096]), **USUAL.get(args.task, {})}.items():
+        setattr(args, name, getattr(args, name) or value)
+    args.plot = f"results/{args.task}.png" if args.plot == "" else args.plot
     return args
 
 

@@ -1645,8 +1645,8 @@ def test_text_task_on_a_checkpoint(tmp_path, capsys, monkeypatch):
 
 def test_accuracy_of_an_oracle_and_of_a_fool():
     """Catches answers counted where nothing is asked, and sequences shared by training and test."""
-    args = eval.parse("--task mqar --batch-size 4".split())
-    train_set, test_set = ([eval.mqar_batch(args, 4, i, CPU, test) for i in range(3)] for test in (False, True))
+    draw = lambda step, g: data.mqar(4, 4, 4, 16, 24, g)
+    train_set, test_set = (list(map(eval.sequences(draw, 1337, CPU, test), range(3))) for test in (False, True))
 
     def recall(x):
         values = [[dict(zip(row[0:8:2], row[1:8:2])).get(key, 0) for key in row] for row in x.tolist()]
@@ -1656,12 +1656,36 @@ def test_accuracy_of_an_oracle_and_of_a_fool():
     assert len({x.numpy().tobytes() for x, _ in train_set + test_set}) == 6
 
 
-def test_mqar_learns_to_recall(capsys):
+def test_mqar_learns_to_recall(tmp_path, capsys):
     """Catches an optimizer that does not step, targets that are not those of the tokens."""
     argv = ("--task mqar --model linear --n-layer 1 --n-embd 32 --n-head 2 --vocab 8 --pairs 2 --seq-len 8 --steps 90 "
-            "--chunk 8 --device cpu --threads 1")
-    assert eval.main(argv.split()) == 0
-    assert float(capsys.readouterr().out.split("mean accuracy ")[1].split()[0]) > 0.9
+            "--chunk 8 --device cpu --threads 1 --json").split()
+    assert eval.main([*argv, str(tmp_path / "a.json")]) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["records"][0]["scores"]["2"] > 0.9
+
+
+@pytest.mark.parametrize("task, names", [
+    ("needle --lengths 16 128", ["atlas,memory=linear,steps=1", "transformer"]), ("mad", ["titans"]),
+    ("mqar --pairs 1 2", ["atlas,n_embd=8,muon=False,lr=1e-3"]), ("ablation --seq-len 16 --lengths 16", list(eval.ABLATION))])
+def test_campaigns_go_on_where_they_stopped(task, names, tmp_path, capsys, monkeypatch):
+    """Catches results that are trained again or lost, a row or a column that is missing, the wrong model of a name."""
+    monkeypatch.setattr(data, "read", lambda name: data.Corpus("t", "", "to be or not to be " * 99))
+    file, trained, made = tmp_path / "a.json", [], eval.trained
+    monkeypatch.setattr(eval, "trained", lambda name, *rest: trained.append(name) or made(name, *rest))
+    argv = f"--task {task} --steps 2 --n-layer 1 --n-head 1 --head-dim 4 --batch-size 2 --device cpu --threads 1".split()
+    argv += ["--json", str(file)] + ["--model", *names] * ("ablation" not in task)
+    assert eval.main([*argv, "--seeds", "1"]) == 0
+    once, first = len(trained), json.loads(file.read_text())["records"]
+    plot = ["--plot", str(tmp_path / "a.png")] if importlib.util.find_spec("matplotlib") else []
+    assert eval.main([*argv, "--seeds", "1", "2", *plot]) == 0 and len(trained) == 2 * once
+    records = json.loads(file.read_text())["records"]
+    assert records[:len(names)] == first and [r["model"] for r in records] == names * 2 and set(trained) == set(names)
+    table = capsys.readouterr().out.split("seconds")[-1]
+    assert all(f"\n{name} " in table for name in names) and table.count("+-") >= len(names)
+    assert not plot or task[:3] in ("mad", "abl") or 0 < (tmp_path / "a.png").stat().st_size < 100_000
+    args = eval.parse(["--task", "mqar"])
+    config, steps, lr = eval.variant("atlas,memory=linear,muon=False,steps=9,lr=0.1", args, dict(n_embd=8))
+    assert (config.memory, config.muon, config.n_embd, config.window, steps, lr) == ("linear", False, 8, 8, 9, 0.1)
 
 
 def passed_by_hand(k, v, step, momentum, window, muon):
@@ -1692,6 +1716,13 @@ def test_online_table(capsys):
     assert eval.main("--task online --pairs 3 5 --batch-size 2 --head-dim 4 --device cpu --threads 1".split()) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[-12:]]
     assert len({tuple(row[:3]) for row in rows}) == 12 and all(0 <= float(e) < 1 for row in rows for e in row[3:])
+
+
+def test_capacity(capsys):
+    """Prop 1 and 2: on unit keys of 4 numbers 4 features hold 4 pairs, 15 monomials 14. Catches a rank that is off."""
+    assert eval.main("--task capacity --pairs 4 5 14 15 --head-dim 4 --batch-size 2 --device cpu --threads 1".split()) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("least")]
+    assert [[e == "0.00" for e in row[-4:]] for row in rows] == [[True, False, False, False], [True, True, True, False]]
 
 
 # ---- bench.py
@@ -1741,7 +1772,8 @@ def test_bench_smoke(tmp_path, capsys):
 @pytest.mark.parametrize("program, argv, word", [
     (eval, "--ckpt /no/such", "/no/such"), (eval, "--wat", "--wat"), (eval, "--batch-size -1", "--batch-size"),
     (eval, "--task mqar --window 0", "--window"), (eval, "--task mqar --pairs 1 7", "vocab=16"),
-    (eval, "--task mqar --model gpt", "transformer"), (eval, "--stream -5", "--stream"),
+    (eval, "--task mqar --model gpt", "transformer"),
+    (eval, "--task mad --model atlas,muon=no", "muon=no"), (eval, "--task mad --model atlas,chunk=x", "'x'"), (eval, "--stream -5", "--stream"),
     (eval, "--task online --features exp --no-muon", "--features"),
     (bench, "--part wat", "--part"), (bench, "--minutes nan", "--minutes"), (bench, "--json /no/such/x", "/no/such"),
     (bench, "--part peers --plot x.png", "--part layer"), (bench, "--threads 0", "--threads")])

@@ -2,6 +2,7 @@
 
     python train.py                                      the default ATLAS: tiny, on CUDA baby
     python train.py --data my.txt --window 1 --no-muon   your own text; nearly every field of models.Config is a flag
+    python train.py --plot out out2                      draws the curves of runs
     python train.py --resume                             goes on where OUT/ckpt.pt stopped (--steps N: trains longer)
     python train.py --init out --data my.txt --out tuned a new run that begins with the weights of another
     torchrun --nproc-per-node 8 train.py --size 340m --remat --data tokens --tokenizer gpt2        on 8 GPUs
@@ -10,6 +11,7 @@ A batch is a function of (seed, step), and a checkpoint holds everything else. S
 that was stopped and resumed ends in the same bits as one that was not.
 """
 import argparse
+import csv
 import json
 import math
 import os
@@ -340,7 +342,40 @@ def begin_files(out, run):
     (out / "config.json").write_text(json.dumps({key: run[key] for key in ("train", "config", "data")}, indent=1))
 
 
-# ---- what all programs share: the command line, the device
+# ---- what all programs share: pictures, the command line, the device
+
+COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"      # Okabe, Ito: for all eyes
+
+
+def picture(path, lines, x, y, log="", level=None):
+    """Draws lines {label: (xs, ys)}, or (xs, ys, spreads), with axes named x and y. log: which axes are logarithmic.
+
+    level: a dotted line, as of guessing. UserError where matplotlib, which only this needs, is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("pictures need matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    ax = figure.subplots()
+    for i, (label, (xs, ys, *spreads)) in enumerate(lines.items()):
+        style = dict(color=COLOURS[i % 7], marker="os^vDPX"[i % 7], markersize=4, markevery=max(1, len(xs) // 12))
+        ax.plot(xs, ys, label=label, linestyle=("-", "--", ":")[i // 7 % 3], **style)
+        for a in spreads:
+            low, high = ([b + sign * c for b, c in zip(ys, a)] for sign in (-1, 1))
+            ax.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    if level is not None:
+        ax.axhline(level, color="gray", linestyle=":", label="by guessing")
+    ax.set(xlabel=x, ylabel=y)
+    for axis in log:
+        getattr(ax, f"set_{axis}scale")("log", base=2)
+        getattr(ax, f"{axis}axis").set_major_formatter("{x:,.0f}")
+    ax.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", fontsize=8, ncols=2 if len(lines) > 1 else 1)
+    with replacing(Path(path)) as temporary:
+        figure.savefig(temporary, dpi=100, format="png")
+    say(f"wrote {path}")
+
 
 class Halt(Exception):
     """Ends a program with one line and exit code 1: not the user's mistake, and saved files are intact."""
@@ -454,7 +489,22 @@ def parse(argv=None):
     presets = {**TRAIN_SIZES["tiny"], **SIZES["tiny"], **PRESETS[TrainConfig.model]}
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
+    parser.add_argument("--plot", nargs="+", metavar="OUT", default=argparse.SUPPRESS,
+                        help="train nothing; draw the log.csv of these folders to curves.png in the first")
     return vars(parser.parse_args(argv))
+
+
+def plot(folders):
+    """Draws the losses of runs over their steps."""
+    lines = {}
+    for out in map(Path, folders):
+        try:
+            rows = list(csv.DictReader((out / "log.csv").open()))
+            train_loss, val = ([(int(r["step"]), float(r[key])) for r in rows if r[key]] for key in ("loss", "val"))
+            lines[f"{out}, training"], lines[f"{out}, validation"] = zip(*train_loss), zip(*val)
+        except (OSError, KeyError, ValueError) as fault:
+            raise UserError(f"cannot read {out / 'log.csv'}: {fault}; give --plot folders of runs") from None
+    picture(Path(folders[0], "curves.png"), lines, "step", "loss [nats/token]")
 
 
 def join(device, passes):
@@ -485,6 +535,8 @@ def compile_model(model, x, y, dtype):
 
 def launch(given):
     """A run, from its flags to its last line -> exit code."""
+    if "plot" in given:
+        return plot(given["plot"])
     resume = given.get("resume")
     source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
     old = load_checkpoint(source) if source else None
