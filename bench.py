@@ -16,7 +16,6 @@ quartiles over the median; on one CPU thread they are seconds of the processor, 
 is the peak of what torch's allocator hands out during forward and backward, beyond what there was before.
 """
 import argparse
-import importlib.util
 import itertools
 import json
 import os
@@ -307,8 +306,10 @@ def run(args):
         if not Path(path).parent.is_dir():
             raise UserError(f"no folder {Path(path).parent} for {path}; make it first")
     parts = {name: PARTS[name] for name in args.part or PARTS}
-    if args.plot and ("layer" not in parts or not importlib.util.find_spec("matplotlib")):
-        raise UserError("--plot draws --part layer, and needs matplotlib (pip install matplotlib)")
+    if args.plot:
+        train.need_matplotlib()
+        if "layer" not in parts:
+            raise UserError("--plot draws --part layer")
     args.device, args.model = train.setup(args.device, args.threads), args.model or list(models.PRESETS)
     cpu = args.device.type == "cpu"
     args.compile = not cpu if args.compile is None else args.compile

@@ -1,8 +1,8 @@
 """data.py - text and synthetic tasks: everything that becomes tokens.
 
 read finds a text or token files, make_tokenizer turns text into ids, split, batch, windows and streams cut ids up,
-mqar, needle and the tasks of MAD are drawn at random. There is no loader object: a batch is a function of (seed, step), so an exact
-resume needs no loader state. `python data.py --data corpus --out tokens` makes token files.
+mqar, needle and the tasks of MAD are drawn at random. There is no loader object: a batch is a function of (seed,
+step), so an exact resume needs no loader state. `python data.py --data corpus --out tokens` makes token files.
 """
 import argparse
 import codecs

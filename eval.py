@@ -20,9 +20,7 @@ import math
 import os
 import sys
 import time
-from collections import defaultdict
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,10 +86,9 @@ def text_task(args, device):
         if args.plot and not args.no_write and model.config.mixer == "memory":
             lines[f"{ckpt['path']}, no write"] = text_losses(path, args, device, silent=True)[2]
     if args.plot:
-        T = min(map(len, lines.values()))
-        middle = [(a + b) / 2 for a, b in buckets(T)]
-        picture(args.plot, {name: (middle, [at[a:b].mean().item() for a, b in buckets(T)]) for name, at in lines.items()},
-                "tokens before", f"loss [nats/token], mean of {n} windows", log="x")
+        mean = lambda at: zip(*(((a + b) / 2, at[a:b].mean().item()) for a, b in buckets(len(at))))
+        picture(args.plot, {name: mean(at) for name, at in lines.items()}, "tokens before",
+                f"loss [nats/token], mean of {n} windows", log="x")
 
 
 def text_losses(path, args, device, silent=False):
@@ -170,7 +167,7 @@ def stream(model, ids, n):
 
 # their network where neither flag nor --model says otherwise. Chunks are short: what was written is asked for soon
 SMALL = dict(n_layer=2, n_head=2, n_embd=64, chunk=8, muon_every=1)
-NEEDLE = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8, chunk=16, muon_every=8)
+NEEDLE = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8, chunk=16, muon_every=8, step_start=-3.0)
 LENGTHS = (32, 64, 128)                         # of the needle in training, in turn
 
 
@@ -207,7 +204,7 @@ def asked(model, draw, columns, seed, device):
 
 
 def learn(model, draw, **how):
-    """Trains on the batches draw(step) -> x, y; how: fields of train.TrainConfig. Halt where a gradient is not finite."""
+    """Trains on the batches draw(step) -> x, y; how: of train.TrainConfig. Halt where a gradient is not finite."""
     tc = train.TrainConfig(optimizer="muon", warmup=how["steps"] // 10, **how)
     optimizers, began = muon.make_optimizers(model.train(), tc), time.perf_counter()
     for step in range(tc.steps):
@@ -240,12 +237,14 @@ def trained(name, seed, args, device, network, vocab, draw):
 
 
 def campaign(args, trial, columns, chance="", names=None):
-    """trial(name, seed) -> a score for each of the columns, for all names (of --model) and --seeds; prints the table.
+    """trial(name, seed) -> a score for each of the columns, for all names (else those of --model) and --seeds.
 
-    -> {name: {column: [a score a seed]}}. With --json the results are kept there, and those that it has are not redone.
+    Prints the table -> {name: {column: [a score a seed]}}. The file of --json keeps results; what it has is not redone.
     """
     file, names = Path(args.json) if args.json else None, names or args.model
-    settings = {key: value for key, value in vars(args).items() if key not in APART}
+    for name in names:                                        # fail now, where one cannot be read
+        variant(name, args, {})
+    settings = {key: getattr(args, key) for key in SETTINGS}
     records = json.loads(file.read_text())["records"] if file and file.exists() else []
     done = {(r["model"], r["seed"]): r for r in records if r["settings"] == settings}
     for seed, name in itertools.product(args.seeds, names):
@@ -312,31 +311,24 @@ def mqar_task(args, device):
         picture(args.plot, curves(found), "pairs", "right answers")
 
 
-TABLE4 = {  # of the paper: right answers in %, of models of its size
-    "transformer": (49.4, 100, 48.2, 95.9, 83.8), "titans": (49.6, 100, 49.7, 99.4, 83.5),
-    "omeganet": (50.9, 100, 54.2, 99.6, 90.2), "atlas": (51.6, 100, 54.9, 99.6, 91.4)}
-
-
 def mad_task(args, device):
-    """Trains one model for each of the tasks, beside the paper's Table 4."""
+    """Trains one model for each of the tasks."""
     def trial(name, seed):
         scores = []
         for draw, vocab, _ in data.MAD.values():
             batch = lambda _, g, draw=draw: draw(args.batch_size, generator=g)
             scores += asked(trained(name, seed, args, device, SMALL, vocab, batch), batch, [0], seed, device)
         return scores
-    found = campaign(args, trial, list(data.MAD))
-    say("chance  " + ", ".join(f"{name} {chance:.2f}" for name, (_, _, chance) in data.MAD.items()))
-    for name in found.keys() & TABLE4.keys():
-        say(f"paper   {name}: compression, noisy, fuzzy recall, selective copying, memorization {TABLE4[name]}")
+    campaign(args, trial, list(data.MAD))
+    say("by guessing: " + ", ".join(f"{name} {chance:.2f}" for name, (_, _, chance) in data.MAD.items()))
 
 
 # ---- the paper's Table 6: what a part is worth
 
 ABLATION = {  # what is changed: by how much the paper's perplexity rises
-    "atlas": 0.0, "atlas++": -0.44, "atlas,memory=linear": 1.06, "atlas,muon=False": -0.32, "atlas,momentum=False": None,
-    "atlas,window=1": 2.01, "atlas,features=none": 2.17, "atlas,conv=False": None, "atlas,keep=False": None,
-    "atlas,wiring=mag": -0.07, "atlas,wiring=mal": 0.29}
+    "atlas": None, "atlas++": -0.44, "atlas,memory=linear": 1.06, "atlas,muon=False": -0.32,
+    "atlas,momentum=False": None, "atlas,window=1": 2.01, "atlas,features=none": 2.17, "atlas,conv=False": None,
+    "atlas,keep=False": None, "atlas,wiring=mag": -0.07, "atlas,wiring=mal": 0.29}
 
 
 def ablation_task(args, device):
@@ -357,14 +349,16 @@ def ablation_task(args, device):
     for name, sign in ABLATION.items():
         more = torch.tensor(found[name]["text"]) - base                   # seed by seed
         noise = abs(more.mean()) <= (more.std() if len(more) > 1 else 0.02)
-        says = "-" if sign is None or not sign else "within noise" if noise else "agrees" if more.mean() * sign > 0 else "disagrees"
-        say(f"{name:24} text {more.mean():+.3f}   paper {'-' if sign is None else f'{sign:+.2f} perplexity'}   {says}")
+        says = "within noise" if noise else "agrees" if more.mean() * (sign or 0) > 0 else "disagrees"
+        paper = f"paper {sign:+.2f} perplexity: {says}" if sign else ""
+        say(f"{name:24} text {more.mean():+.3f} nats   {paper}")
 
 
 # ---- the rule by itself
 
 # the memory of --task online where no flag says otherwise; there is no network around it
-PLAIN = dict(n_head=1, head_dim=32, memory="linear", features="none", chunk=1, muon_every=1, max_norm=0.0)
+PLAIN = dict(n_head=1, head_dim=32, memory="linear", features="none", chunk=1, muon_every=1, ns_steps=5,
+             max_norm=0.0)
 STEPS = torch.logspace(-3, 1.5, 25)             # constant inner steps that are tried
 MOMENTUM = 0.9
 
@@ -393,6 +387,7 @@ def one_pass(layer, rule, momentum, k, v):
 
 
 def online_layer(args, device, **more):
+    """A memory of the flags, and of PLAIN."""
     torch.manual_seed(args.seeds[0])
     layer = models.Memory(configure("atlas", **{**PLAIN, **more, **args.config})).to(device)
     if layer.config.features == "exp":
@@ -448,7 +443,8 @@ def capacity_task(args, device):
                 found[f"window {window}" + ", Newton-Schulz" * every, n] = least(layer, one, False, k, v)
         for name in dict.fromkeys(name for name, _ in found):
             lines[f"{name}, {E} features"] = args.pairs, [found[name, n] for n in args.pairs]
-    say(f"error |M(k) - v|^2 / |v|^2 of N pairs, heads of {layer.config.head_dim}\n{'':40}" + "".join(f"{n:7d}" for n in args.pairs))
+    say(f"error |M(k) - v|^2 / |v|^2 of N pairs, heads of {layer.config.head_dim}")
+    say(f"{'N':40}" + "".join(f"{n:7d}" for n in args.pairs))
     for name, (_, errors) in lines.items():
         say(f"{name:40}" + "".join(f"{e:7.2f}" for e in errors))
     if args.plot:
@@ -459,10 +455,12 @@ def capacity_task(args, device):
 
 TASKS = dict(text=text_task, needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task,
              online=online_task, capacity=capacity_task)
-# where no flag says otherwise
-USUAL = dict(text=dict(batch_size=8), online=dict(pairs=[8, 16, 32]), capacity=dict(pairs=[4, 8, 16, 32, 44, 64, 128]),
-             needle=dict(steps=1200, lr=5e-3), ablation=dict(batch_size=16, seq_len=128, lr=5e-3, lengths=[1024]))
-APART = {"model", "seeds", "json", "plot", "device", "threads"}       # of all flags, those that two results may differ in
+# what the flags are where they are not given
+USUAL = dict(batch_size=32, pairs=[4], steps=300, lr=1e-2, seq_len=24, lengths=[128, 256, 512, 1024, 2048, 4096])
+BY_TASK = dict(text=dict(batch_size=8), online=dict(pairs=[8, 16, 32]), needle=dict(steps=1200, lr=5e-3),
+               ablation=dict(batch_size=16, seq_len=128, lr=5e-3, lengths=[1024]),
+               capacity=dict(pairs=[4, 8, 16, 32, 44, 64, 128]))
+SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab", "config"      # of a result
 
 
 def parse(argv=None):
@@ -494,13 +492,13 @@ def parse(argv=None):
     add("--pairs", type=at_least(int, 1), nargs="+", metavar="N", help="numbers of pairs of mqar, online, capacity")
     add("--vocab", type=at_least(int, 4), default=16, metavar="N",
         help="tokens of mqar: one that fills, vocab / 2 - 1 keys, vocab / 2 values [16]")
-    add("--seq-len", type=at_least(int, 1), metavar="N", help="tokens a sequence of mqar [24], of ablation's text [128]")
+    add("--seq-len", type=at_least(int, 1), metavar="N", help="tokens a sequence of mqar, text of ablation [24; 128]")
     network = parser.add_argument_group("the network", "In [] is what atlas has in mqar and mad; needle and ablation "
                                         "have other sizes. online and capacity take the memory's flags.")
     train.add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
     args = parser.parse_args(argv)
     args.config = {f.name: vars(args).pop(f.name) for f in fields(models.Config) if hasattr(args, f.name)}
-    for name, value in {**dict(batch_size=32, pairs=[4], steps=300, lr=1e-2, seq_len=24, lengths=[128, 256, 512, 1024, 2048, 4096]), **USUAL.get(args.task, {})}.items():
+    for name, value in {**USUAL, **BY_TASK.get(args.task, {})}.items():
         setattr(args, name, getattr(args, name) or value)
     args.plot = f"results/{args.task}.png" if args.plot == "" else args.plot
     return args
@@ -508,7 +506,12 @@ def parse(argv=None):
 
 def main(argv=None):
     args = parse(argv)
-    return train.exit_code(lambda: TASKS[args.task](args, train.setup(args.device, args.threads)))
+
+    def run():
+        if args.plot:
+            train.need_matplotlib()
+        TASKS[args.task](args, train.setup(args.device, args.threads))
+    return train.exit_code(run)
 
 
 if __name__ == "__main__":

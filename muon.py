@@ -105,11 +105,13 @@ def make_optimizers(model, tc):
     Hidden matrices decay and may go to Muon. Embedding, head, norms, gates, convolutions and M0 do neither (choice 20).
     """
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    embed, hidden, rest = [], [], []
+    embed, gates, hidden, rest = [], [], [], []
     for name, p in model.named_parameters():
-        is_hidden = id(p) in linear and not name.startswith("head.") and ".gates." not in name
-        (embed if name.startswith("embed.") else hidden if is_hidden else rest).append(p)
+        other = hidden if id(p) in linear and not name.startswith("head.") else rest
+        (embed if name.startswith("embed.") else gates if ".gates." in name else other).append(p)
     groups = [dict(params=embed, weight_decay=0.0, times=tc.embed_lr), dict(params=rest, weight_decay=0.0)]
+    if gates:
+        groups.append(dict(params=gates, weight_decay=0.0, times=tc.gate_lr))
     if tc.optimizer == "adamw":
         groups.append(dict(params=hidden, weight_decay=tc.weight_decay))
     adamw = torch.optim.AdamW(groups, lr=tc.lr, betas=(0.9, tc.beta2), fused=True)

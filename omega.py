@@ -227,20 +227,18 @@ def muon_mixing(gates, m, begun, closes, due):
     with the chunk (`closes`), too. due (.., 1, 1): of the last block.
     """
     keep, step, momentum, gate = gates
-    c, place = keep.shape[-1], torch.arange(begun, begun + keep.shape[-1], device=keep.device)
-    last = place % m == m - 1
-    if closes:
-        last[-1] = True
-    done = -(-(begun + c) // m) if closes else (begun + c) // m
-    inside = F.one_hot(place // m).to(keep)                   # (c, blocks)
-    end = last.clone()
-    end[-1] = True
-    later = recur((keep.roll(-1, -1) * ~end).flip(-1), end.flip(-1)[:, None].to(keep).expand(*keep.shape, 1))[0].flip(-2)
+    c = keep.shape[-1]
+    blocks, block = -(-(begun + c) // m), torch.arange(begun, begun + c, device=keep.device) // m
+    done = blocks if closes else (begun + c) // m
+    inside = block[:, None] == torch.arange(blocks, device=keep.device)          # (c, blocks)
+    end = F.pad(inside[1:], (0, 0, 0, 1)) < inside            # the last token of each block, as far as it is here
+    ones = end.any(1)[:, None].to(keep).expand(*keep.shape, 1)
+    later = recur((keep.roll(-1, -1) * ~end.any(1)).flip(-1), ones.flip(-2))[0].flip(-2)     # keep from here to the end
     first = keep[..., :1, None] * later[..., :1, :]
     own = step[..., None] * later * inside                    # how much of S_s is in U of each block: (.., c, blocks)
     dues = own.sum(-2, keepdim=True)
     dues = torch.cat([dues[..., :1] + first * due, dues[..., 1:]], -1)
-    coef = torch.cat([products(keep), recur(keep, -(dues * inside * last[:, None])[..., :done])[0]], -1)
+    coef = torch.cat([products(keep), recur(keep, -(dues * end)[..., :done])[0]], -1)
     if momentum is not None:                                  # then how much of g_s, and of it in the last S:
         own = torch.cat([own, F.pad(keep.new_ones(1, 1), (0, 0, c - 1, 0)).expand(*keep.shape, 1)], -1)
         own = recur(momentum.roll(-1, -1).flip(-1), own.flip(-2))[0].flip(-2)    # own_s + momentum_{s+1} own_{s+1}

@@ -12,6 +12,7 @@ that was stopped and resumed ends in the same bits as one that was not.
 """
 import argparse
 import csv
+import importlib.util
 import json
 import math
 import os
@@ -60,6 +61,7 @@ class TrainConfig:
     optimizer: str = opt("adamw", "muon: for hidden matrices, beside AdamW for the rest", choices=("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
     embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr")
+    gate_lr: float = opt(1.0, "learning rate of the memory's gates, likewise")
     muon_lr: float = opt(2e-2, "peak learning rate of the outer Muon")
     beta2: float = opt(0.95, "decay of AdamW's second moment")
     weight_decay: float = opt(0.1, "of hidden matrices; nothing else decays")
@@ -80,7 +82,7 @@ class TrainConfig:
 
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)       # 0.5M tokens a step: App. E
 TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES
-    "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, muon_lr=4e-2, steps=600, eval_every=300),
+    "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, gate_lr=0.1, muon_lr=4e-2, steps=400, eval_every=200),
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
     "340m": dict(PAPER, steps=30_000, lr=1.5e-3),
@@ -347,15 +349,19 @@ def begin_files(out, run):
 COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"      # Okabe, Ito: for all eyes
 
 
+def need_matplotlib():
+    """UserError where it is missing: to be asked before the work."""
+    if not importlib.util.find_spec("matplotlib"):
+        raise UserError("pictures need matplotlib: pip install matplotlib")
+
+
 def picture(path, lines, x, y, log="", level=None):
     """Draws lines {label: (xs, ys)}, or (xs, ys, spreads), with axes named x and y. log: which axes are logarithmic.
 
-    level: a dotted line, as of guessing. UserError where matplotlib, which only this needs, is missing.
+    level: a dotted line, as of guessing.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("pictures need matplotlib: pip install matplotlib") from None
+    need_matplotlib()
+    from matplotlib.figure import Figure
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     ax = figure.subplots()
     for i, (label, (xs, ys, *spreads)) in enumerate(lines.items()):
@@ -489,8 +495,9 @@ def parse(argv=None):
     presets = {**TRAIN_SIZES["tiny"], **SIZES["tiny"], **PRESETS[TrainConfig.model]}
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    parser.add_argument("--plot", nargs="+", metavar="OUT", default=argparse.SUPPRESS,
-                        help="train nothing; draw the log.csv of these folders to curves.png in the first")
+    add = parser.add_argument_group("no run").add_argument
+    add("--plot", nargs="+", metavar="OUT", default=argparse.SUPPRESS,
+        help="train nothing; draw the log.csv of these folders to curves.png in the first")
     return vars(parser.parse_args(argv))
 
 
