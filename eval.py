@@ -165,13 +165,13 @@ def stream(model, ids, n):
 
 # ---- small models, trained on a task
 
-# their network where neither flag nor --model says otherwise. Chunks are short: what was written is asked for soon
-SMALL = dict(n_layer=2, n_head=2, n_embd=64, chunk=8, muon_every=1)
-NEEDLE = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8, chunk=16, muon_every=8, step_start=-3.0)
+# their network where neither flag nor --model says otherwise. Chunks are short: what was written is asked for soon.
+# Gates begin nearly closed, for noise must not write
+SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8, chunk=16, muon_every=8, step_start=-3.0)
 LENGTHS = (32, 64, 128)                         # of the needle in training, in turn
 
 
-def variant(name, args, network):
+def variant(name, args, **more):
     """A model as --model takes it, as atlas,memory=linear,steps=900 -> models.Config, its training steps, its lr."""
     preset, *changes = name.split(",")
     kinds = {**{f.name: f.type for f in fields(models.Config)}, "steps": int, "lr": float}
@@ -185,7 +185,7 @@ def variant(name, args, network):
         except ValueError:
             raise UserError(f"--model {name}: {value!r} is no {kinds[key].__name__}") from None
     steps, lr = given.pop("steps", args.steps), given.pop("lr", args.lr)
-    return configure(preset, **{**network, **args.config, **given}), steps, lr
+    return configure(preset, **{**SMALL, **args.config, **more, **given}), steps, lr
 
 
 @torch.no_grad()
@@ -227,9 +227,9 @@ def sequences(draw, seed, device, test=False):
     return drawn
 
 
-def trained(name, seed, args, device, network, vocab, draw):
+def trained(name, seed, args, device, vocab, draw):
     """A model of this name, trained on `draw`."""
-    config, steps, lr = variant(name, args, {**network, "vocab_size": vocab})
+    config, steps, lr = variant(name, args, vocab_size=vocab)
     torch.manual_seed(seed)
     model = models.LM(config).to(device)
     say(f"\n{name}: {model.num_params():,} parameters, seed {seed}, {steps} steps")
@@ -243,7 +243,7 @@ def campaign(args, trial, columns, chance="", names=None):
     """
     file, names = Path(args.json) if args.json else None, names or args.model
     for name in names:                                        # fail now, where one cannot be read
-        variant(name, args, {})
+        variant(name, args)
     settings = {key: getattr(args, key) for key in SETTINGS}
     records = json.loads(file.read_text())["records"] if file and file.exists() else []
     done = {(r["model"], r["seed"]): r for r in records if r["settings"] == settings}
@@ -288,7 +288,7 @@ def needle_task(args, device):
         return data.needle(args.batch_size, 4, length, g)
 
     def trial(name, seed):
-        model = trained(name, seed, args, device, NEEDLE, 49, lambda step, g: draw(LENGTHS[step % 3], g))
+        model = trained(name, seed, args, device, 49, lambda step, g: draw(LENGTHS[step % 3], g))
         return asked(model, draw, args.lengths, seed, device)
     found = campaign(args, trial, args.lengths, "    (by guessing 0.062)")
     if args.plot:
@@ -303,8 +303,8 @@ def mqar_task(args, device):
         draw(n, torch.Generator())
 
     def trial(name, seed):
-        model = trained(name, seed, args, device, SMALL, args.vocab,
-                        lambda step, g: draw(args.pairs[step % len(args.pairs)], g))
+        turns = lambda step, g: draw(args.pairs[step % len(args.pairs)], g)
+        model = trained(name, seed, args, device, args.vocab, turns)
         return asked(model, draw, args.pairs, seed, device)
     found = campaign(args, trial, args.pairs, "    (by guessing 1 / pairs)")
     if args.plot:
@@ -317,7 +317,7 @@ def mad_task(args, device):
         scores = []
         for draw, vocab, _ in data.MAD.values():
             batch = lambda _, g, draw=draw: draw(args.batch_size, generator=g)
-            scores += asked(trained(name, seed, args, device, SMALL, vocab, batch), batch, [0], seed, device)
+            scores += asked(trained(name, seed, args, device, vocab, batch), batch, [0], seed, device)
         return scores
     campaign(args, trial, list(data.MAD))
     say("by guessing: " + ", ".join(f"{name} {chance:.2f}" for name, (_, _, chance) in data.MAD.items()))
@@ -338,9 +338,9 @@ def ablation_task(args, device):
     ids, val = corpus.splits(tokenizer, args.seq_len)
 
     def trial(name, seed):
-        text = trained(name, seed, args, device, NEEDLE, tokenizer.vocab_size,
+        text = trained(name, seed, args, device, tokenizer.vocab_size,
                        lambda step, g: data.batch(ids, seed, step, args.batch_size, args.seq_len))
-        recall = trained(name, seed, args, device, NEEDLE, 49,
+        recall = trained(name, seed, args, device, 49,
                          lambda step, g: data.needle(args.batch_size, 4, LENGTHS[step % 3], g))
         loss = train.evaluate(text, val, args.seq_len, args.batch_size, 128)
         return [loss, *asked(recall, lambda n, g: data.needle(args.batch_size, 4, n, g), args.lengths, seed, device)]
@@ -456,9 +456,9 @@ def capacity_task(args, device):
 TASKS = dict(text=text_task, needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task,
              online=online_task, capacity=capacity_task)
 # what the flags are where they are not given
-USUAL = dict(batch_size=32, pairs=[4], steps=300, lr=1e-2, seq_len=24, lengths=[128, 256, 512, 1024, 2048, 4096])
-BY_TASK = dict(text=dict(batch_size=8), online=dict(pairs=[8, 16, 32]), needle=dict(steps=1200, lr=5e-3),
-               ablation=dict(batch_size=16, seq_len=128, lr=5e-3, lengths=[1024]),
+USUAL = dict(batch_size=32, pairs=[4], steps=300, lr=5e-3, seq_len=24, lengths=[128, 256, 512, 1024, 2048, 4096])
+BY_TASK = dict(text=dict(batch_size=8), online=dict(pairs=[8, 16, 32]), needle=dict(steps=1200),
+               ablation=dict(batch_size=16, seq_len=128, lengths=[1024]), mad=dict(steps=600),
                capacity=dict(pairs=[4, 8, 16, 32, 44, 64, 128]))
 SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab", "config"      # of a result
 
@@ -485,16 +485,16 @@ def parse(argv=None):
     add = parser.add_argument_group("the other tasks").add_argument
     add("--model", nargs="+", default=["atlas"], help="presets, changed or not: atlas,memory=linear,steps=900 [atlas]")
     add("--seeds", type=at_least(int, 0), nargs="+", default=[1337], metavar="N", help="of weights, sequences [1337]")
-    add("--steps", type=at_least(int, 1), metavar="N", help="training steps [300; of needle 1200]")
-    add("--lr", type=at_least(float, 0), metavar="X", help="peak learning rate of AdamW [0.01; of needle 0.005]")
+    add("--steps", type=at_least(int, 1), metavar="N", help="training steps [300; of needle 1200, of mad 600]")
+    add("--lr", type=at_least(float, 0), metavar="X", help="peak learning rate of AdamW [0.005]")
     add("--lengths", type=at_least(int, 16), nargs="+", metavar="N", help="tokens a sequence of needle in which it "
         "is asked, of ablation [128 256 512 1024 2048 4096; 1024]")
     add("--pairs", type=at_least(int, 1), nargs="+", metavar="N", help="numbers of pairs of mqar, online, capacity")
     add("--vocab", type=at_least(int, 4), default=16, metavar="N",
         help="tokens of mqar: one that fills, vocab / 2 - 1 keys, vocab / 2 values [16]")
     add("--seq-len", type=at_least(int, 1), metavar="N", help="tokens a sequence of mqar, text of ablation [24; 128]")
-    network = parser.add_argument_group("the network", "In [] is what atlas has in mqar and mad; needle and ablation "
-                                        "have other sizes. online and capacity take the memory's flags.")
+    network = parser.add_argument_group("the network", "In [] is what atlas has here. online and capacity take the "
+                                        "flags of the memory.")
     train.add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
     args = parser.parse_args(argv)
     args.config = {f.name: vars(args).pop(f.name) for f in fields(models.Config) if hasattr(args, f.name)}
