@@ -407,6 +407,14 @@ def least(layer, rule, momentum, k, v):
     return one_pass(layer, rule, momentum, k, v).nan_to_num(math.inf).min().item()
 
 
+def show(args, lines, x):
+    """Draws and keeps the errors of one pass."""
+    if args.json:
+        Path(args.json).write_text(json.dumps(lines, indent=1) + "\n")
+    if args.plot:
+        picture(args.plot, lines, x, "error |M(k) - v|² / |v|²", log="x")
+
+
 def online_task(args, device):
     """Prints the error of one pass with the best of STEPS, for both kinds of keys and each of args.pairs."""
     layer, kinds, lines = online_layer(args, device), ("independent", "correlated"), {}
@@ -423,8 +431,7 @@ def online_task(args, device):
         if window < 16:
             name = f"window {window}" + ", momentum" * momentum + ", Newton-Schulz" * bool(every)
             lines[name] = args.pairs, best[len(args.pairs):]
-    if args.plot:
-        picture(args.plot, lines, "pairs N, correlated keys", "error |M(k) - v|² / |v|²", log="x")
+    show(args, lines, "pairs N, correlated keys")
 
 
 def capacity_task(args, device):
@@ -447,8 +454,7 @@ def capacity_task(args, device):
     say(f"{'N':40}" + "".join(f"{n:7d}" for n in args.pairs))
     for name, (_, errors) in lines.items():
         say(f"{name:40}" + "".join(f"{e:7.2f}" for e in errors))
-    if args.plot:
-        picture(args.plot, lines, "pairs N", "error |M(k) - v|² / |v|²", log="x")
+    show(args, lines, "pairs N")
 
 
 # ---- main
@@ -472,7 +478,7 @@ def parse(argv=None):
     add("--threads", type=at_least(int, 0), default=0, metavar="N", help="CPU threads; 0: torch decides [0]")
     add("--batch-size", type=at_least(int, 1), metavar="N", help="sequences at a time [32; of text 8, of ablation 16]")
     add("--plot", nargs="?", const="", metavar="FILE", help="draw a picture [results/TASK.png]")
-    add("--json", metavar="FILE", help="where needle, mqar, mad, ablation keep results, and go on")
+    add("--json", metavar="FILE", help="keep the results there; needle, mqar, mad and ablation go on from it")
     add = parser.add_argument_group("--task text").add_argument
     add("--ckpt", nargs="+", default=["out"], help="checkpoint files, or folders with best.pt or ckpt.pt [out]")
     add("--data", help="another text than that of the training; its last tenth counts")

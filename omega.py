@@ -24,8 +24,8 @@ which is attention, with P in the place of the softmax. X and D have the rows x_
 
 With Newton-Schulz a block of m = muon_every tokens writes at once, by its last token (choice 15; m = 1 is the paper):
 
-    W_t = keep_t W_{t-1} - due_t NS(U_t),   due_t = 0 within the block                        Eq 32
-    U_t = keep_t U_{t-1} + step_t S_t       from 0 at the block's beginning; due_t likewise, of the steps alone
+    W_t = keep_t W_{t-1}, less due_t NS(U_t) at the last token                                Eq 32
+    U_t = keep_t U_{t-1} + step_t S_t, due_t = keep_t due_{t-1} + step_t                      from 0 in each block
 
 Here, too, no W_t is formed: r_t W_t = keepprod_t (r_t W_0) + sum over the blocks j of the chunk of C[t, j] (r_t O_j),
 where O_j is NS(U) of block j.
