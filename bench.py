@@ -307,9 +307,9 @@ def run(args):
             raise UserError(f"no folder {Path(path).parent} for {path}; make it first")
     parts = {name: PARTS[name] for name in args.part or PARTS}
     if args.plot:
-        train.need_matplotlib()
         if "layer" not in parts:
             raise UserError("--plot draws --part layer")
+        train.need_matplotlib()
     args.device, args.model = train.setup(args.device, args.threads), args.model or list(models.PRESETS)
     cpu = args.device.type == "cpu"
     args.compile = not cpu if args.compile is None else args.compile
