@@ -63,7 +63,7 @@ class Config:
     mixer: str = opt("memory", "what mixes tokens", ("memory", "attention"))
     wiring: str = opt("lmm", "memory alone, or with attention after Titans: gate, layer, context", WIRINGS)
     persistent: int = opt(4, "learned tokens before the sequence, in mag, mal and mac")
-    memory: str = opt("mlp", "the memory: a matrix, Eq 42, or Eq 43", MEMORIES)
+    memory: str = opt("linear", "the memory: a matrix, Eq 42, or Eq 43", MEMORIES)
     expansion: int = opt(1, "hidden width of the memory, in head dims", low=1)
     memory_norm: bool = opt(False, "a norm (RMS) inside a deep memory, before its residual")
     loss: str = opt("l2", "inner loss (attentional bias)", LOSSES)
@@ -116,7 +116,7 @@ class Config:
             ns_coefficients=self.ns_coefficients, forget=self.forget, norm=self.memory_norm, ball=self.max_norm)
 
 
-# The paper's models as differences from Config's defaults.
+# The paper's models as differences from Config's defaults. Where no memory is named, the size decides.
 _simple = dict(momentum=False, muon=False)
 _muon = dict(chunk=32, muon_every=8, ns_steps=3)              # chosen by measuring: results/README.md
 _kernel = dict(memory="mlp", features="exp", keep=False, **_simple)
@@ -126,23 +126,24 @@ PRESETS = {
     #                       memory           loss        window
     "linear":          dict(memory="linear", loss="dot", window=1, features="none", keep=False, **_simple),  # Eq 45
     "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none", keep=False, **_simple),  # Eq 47
-    "titans":          dict(memory="mlp",    loss="l2",  window=1, features="none", muon=False),             # Eq 12, 13
+    "titans":          dict(                 loss="l2",  window=1, features="none", muon=False),             # Eq 12, 13
     "dla":             dict(memory="mlp",    loss="dot", window=1, memory_norm=True, **_simple),             # Eq 19
     "swla":            dict(memory="linear", loss="dot", window=8, features="none", **_simple),  # Eq 55, D.2
     "deeptransformer": dict(_kernel,         loss="dot", window=1, memory_norm=True),                        # Eq 25
     "swdt":            dict(_kernel,         loss="dot", window=8, memory_norm=True),                        # Table 1
     "dot":             dict(_kernel,         loss="l2",  window=8),                                          # Eq 27
-    "omeganet":        dict(memory="mlp",    loss="l2",  window=8, **_simple),                               # Eq 10
-    "atlas":           dict(memory="mlp",    loss="l2",  window=8, **_muon),                                 # Eq 32, 33
+    "omeganet":        dict(                 loss="l2",  window=8, **_simple),                               # Eq 10
+    "atlas":           dict(                 loss="l2",  window=8, **_muon),                                 # Eq 32, 33
     "atlas++":         dict(memory="gated",  loss="l2",  window=8, **_muon),                                 # Eq 43
 }
 
-# Sizes, under the preset. `tiny` is Config itself. From 170m on the shapes are those of the paper's Table 7. Their head
-# dims make exact monomials too many, so phi is a sketch, of 1 + D + 255 features: a multiple of 16, which GPUs like.
-_large = dict(head_dim=0, expansion=4, features="sketch", sketch_dim=255)
+# Sizes, under the preset. `tiny` is Config itself: its memory is a matrix, which on a laptop learns more in the same
+# time than the paper's MLP does (results/README.md). From 170m on the shapes are those of the paper's Table 7. Their
+# head dims make exact monomials too many, so phi is a sketch, of 1 + D + 255 features: a multiple of 16 for GPUs.
+_large = dict(memory="mlp", head_dim=0, expansion=4, features="sketch", sketch_dim=255)
 SIZES = {
     "tiny": dict(),
-    "baby": dict(n_layer=6, n_head=12, n_embd=384, dropout=0.1),
+    "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1),
     "170m": dict(n_layer=12, n_head=16, n_embd=768, **_large),
     "340m": dict(n_layer=24, n_head=16, n_embd=1024, **_large),
     "760m": dict(n_layer=24, n_head=16, n_embd=1536, **_large),

@@ -574,7 +574,7 @@ def small(preset, **more):
     size = dict(vocab_size=11, n_layer=1, n_head=2, n_embd=16, head_dim=8)
     size |= dict(chunk=4, muon_every=2, persistent=2, sketch_dim=5)
     size |= {name: 3 for name in ("window", "attn_window") if default[name] > 1}
-    return models.build(preset, **size | more)
+    return models.build(preset, **dict(memory="mlp") | models.PRESETS[preset] | size | more)
 
 
 def shaken(model):
@@ -661,7 +661,7 @@ def test_no_tokens_on_any_device(preset, more):
 def test_parameter_counts():
     """Catches: a preset that is silently another model."""
     assert [models.build(preset).num_params() for preset in models.PRESETS] == [
-        910752, 910752, 878192, 878192, 885376, 917366, 899808, 882288, 903904, 903904, 938982, 942070, 981238]
+        910752, 910752, 878192, 878192, 881280, 917366, 899808, 882288, 903904, 903904, 934886, 937974, 981238]
 
 
 @torch.no_grad()
