@@ -287,15 +287,20 @@ def streams(ids, seq_len, n):
 
 
 # ---- synthetic tasks
+def distinct(batch, n, below, generator):
+    """-> (batch, n): n different numbers 0 .. below - 1 a row, in random order."""
+    return torch.rand(batch, below, generator=generator).topk(n).indices
+
+
 def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
     """Multi-query associative recall: pairs of a key and its value, then some of the keys again; answer with the value.
     After Arora et al. 2023 (Zoology, arXiv 2312.04927), as https://github.com/HazyResearch/zoology draws it.
 
     mqar(1, n_pairs=3, n_queries=2, vocab=12, seq_len=14, generator=torch.Generator().manual_seed(7)):
 
-                 key  val  key  val  key  val           query               query
-        tokens     5    6    3    9    4   10    0    0    5    0    0    0    3    0
-        targets -100 -100 -100 -100 -100 -100 -100 -100    6 -100 -100 -100    9 -100
+                 key  val  key  val  key  val query                               query
+        tokens     3   11    4   10    1    8    4    0    0    0    0    0    3    0
+        targets -100 -100 -100 -100 -100 -100   10 -100 -100 -100 -100 -100   11 -100
 
     -> tokens, targets (batch, seq_len) int64 on the CPU. Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1,
     each at most once in a row; 0 fills the rest; targets are -100 where no answer is asked. Queries stand 2g places
@@ -304,27 +309,16 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
     if not (1 <= n_queries <= n_pairs <= vocab // 2 - 1 and 2 * (n_pairs + n_queries) <= seq_len):
         raise UserError("mqar needs 1 <= n_queries <= n_pairs <= vocab/2 - 1 and 2 (n_pairs + n_queries) <= seq_len, "
                         f"not {n_pairs=}, {n_queries=}, {vocab=}, {seq_len=}")
-
-    def draw(n, weights):
-        """n distinct indices a row, as if drawn one after another by weight: the largest u^(1/w), Efraimidis 2006."""
-        u = torch.rand(batch, len(weights), generator=generator, dtype=torch.float64)
-        return (u.log() / weights).topk(n).indices      # (batch, n)
-
-    keys = 1 + draw(n_pairs, torch.ones(vocab // 2 - 1))
-    values = vocab // 2 + draw(n_pairs, torch.ones(vocab - vocab // 2))
-    asked = draw(n_queries, torch.ones(n_pairs))
-    gaps = torch.arange(1, (seq_len - 2 * n_pairs) // 2 + 1, dtype=torch.float64)
-    place = 2 * n_pairs + 2 * draw(n_queries, gaps ** -0.99)
+    keys = 1 + distinct(batch, n_pairs, vocab // 2 - 1, generator)
+    values = vocab // 2 + distinct(batch, n_pairs, vocab - vocab // 2, generator)
+    asked = distinct(batch, n_queries, n_pairs, generator)
+    weights = torch.arange(1, (seq_len - 2 * n_pairs) // 2 + 1, dtype=torch.float64) ** -0.99
+    place = 2 * n_pairs + 2 * torch.multinomial(weights.expand(batch, -1), n_queries, generator=generator)
     tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
     tokens[:, 0:2 * n_pairs:2], tokens[:, 1:2 * n_pairs:2] = keys, values
     tokens.scatter_(1, place, keys.gather(1, asked))
     targets = torch.full_like(tokens, -100).scatter_(1, place, values.gather(1, asked))
     return tokens, targets
-
-
-def distinct(batch, n, below, generator):
-    """-> (batch, n): n different numbers 0 .. below - 1 a row, in random order."""
-    return torch.rand(batch, below, generator=generator).topk(n).indices
 
 
 def needle(batch, n_pairs, seq_len, generator, symbols=16):
