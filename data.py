@@ -8,7 +8,9 @@ import argparse
 import codecs
 import glob
 import hashlib
+import json
 import os
+import re
 import sys
 import urllib.request
 from collections import Counter, defaultdict
@@ -48,14 +50,26 @@ def replacing(path):
 
 # ---- text and token files
 class Corpus(NamedTuple):
-    """What a name stands for: a text, or token files."""
+    """What a name stands for: a text, token files, or a mix of these."""
     used: str                                           # the name of what was really read
     sha256: str
     text: str = ""
     tokens: tuple = ()                                  # ids to train and to validate on, uint16 arrays on the disk
+    mix: tuple = ()                                     # (weight, Corpus) of each part
 
     def splits(self, tokenizer, seq_len):
-        """-> ids to train and to validate on, arrays (N,). Raises UserError where tokenizer or seq_len do not fit."""
+        """-> ids to train and to validate on, arrays (N,). Raises UserError where tokenizer or seq_len do not fit.
+
+        Of a mix each part is cut alone. To train, the part that lasts longest comes once and the others again and
+        again, up to their weight; to validate, the part that ends first comes once and the others are cut.
+        """
+        if self.mix:
+            weights, parts = zip(*((weight, part.splits(tokenizer, seq_len)) for weight, part in self.mix))
+            mixed = []
+            for end, ids in zip((max, min), zip(*parts)):
+                total = end(len(a) / weight for a, weight in zip(ids, weights))
+                mixed.append(np.concatenate([np.resize(a, round(total * w)) for a, w in zip(ids, weights)]))
+            return tuple(mixed)
         if not self.tokens:
             return split(tokenizer.encode(self.text), seq_len, self.used)
         if (shorter := min(map(len, self.tokens))) <= seq_len:
@@ -72,9 +86,13 @@ def read(name):
     'shakespeare' is data/shakespeare.txt beside this file, downloaded if missing. Without network it is 'pydoc',
     Python's own help text, which differs between Python versions, so it is no benchmark.
     A folder with nanoGPT's token files (*train*.bin and *val*.bin, no meta.pkl) is these, mapped and not loaded.
-    Anything else is a UTF-8 file, or all .txt files of a folder and its subfolders, with a newline between two.
+    Anything else is a UTF-8 file, or all .txt files of a folder and its subfolders, with a newline between two. Of
+    .json and .jsonl files the "text" fields count. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight.
     Raises UserError for what cannot be read, is empty or not UTF-8.
     """
+    parts = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
+    if all(parts):
+        return mixed([(float(part[2]), read(part[1])) for part in parts])
     text = _shakespeare() if name == "shakespeare" else ""
     if name == "pydoc" or name == "shakespeare" and not text:
         from pydoc_data.topics import topics
@@ -89,6 +107,17 @@ def read(name):
     return Corpus(str(name), hashlib.sha256(text.encode()).hexdigest(), text)
 
 
+def mixed(mix):
+    """(weight, Corpus) of each part -> Corpus. Its text begins with what each has to train, for `make_tokenizer`."""
+    if not all(weight > 0 for weight, _ in mix):
+        raise UserError("a weight of --data is 0; leave that part out")
+    used = ",".join(f"{part.used}:{weight:g}" for weight, part in mix)
+    digest = hashlib.sha256(" ".join(f"{part.sha256}:{weight}" for weight, part in mix).encode()).hexdigest()
+    cut = [(part.text, len(part.text) * 9 // 10) for _, part in mix]
+    text = "".join([text[:n] for text, n in cut] + [text[n:] for text, n in cut])
+    return Corpus(used, digest, text, mix=tuple(mix))
+
+
 def _text(name):
     """The text of a file, or of all .txt files of a folder, ordered by path. Line ends stay as they are."""
     paths, texts = [Path(name)], []
@@ -96,9 +125,16 @@ def _text(name):
         paths = [Path(name, path) for path in sorted(glob.glob("**/*.[tT][xX][tT]", root_dir=name, recursive=True))]
     try:
         for path in paths:
-            texts.append(path.read_bytes().decode().removeprefix("\ufeff"))        # a byte order mark
+            text = path.read_bytes().decode().removeprefix("\ufeff")               # a byte order mark
+            if path.suffix in (".json", ".jsonl"):
+                lines = filter(str.strip, text.split("\n")) if path.suffix == ".jsonl" else [text]
+                rows = [row for made in map(json.loads, lines) for row in (made if isinstance(made, list) else [made])]
+                text = "\n".join(row["text"] for row in rows)
+            texts.append(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}; give --data a text file or folder, in UTF-8 (iconv converts)")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f'{path} is no JSON of objects with a "text": {type(error).__name__} {error}')
     text = "\n".join(texts)
     if not text.strip():
         raise UserError(f"no text in {name}; give --data a text file, or a folder of .txt files or of two token files")
@@ -428,14 +464,17 @@ def main(argv=None):
     A large text is encoded in blocks, between which gpt2 may cut words differently.
     """
     parser = argparse.ArgumentParser(description="Makes token files of a text: OUT/train.bin and OUT/val.bin.")
-    parser.add_argument("--data", required=True, help="a text file, a folder of .txt files, shakespeare or pydoc")
+    parser.add_argument("--data", required=True, help="a text file, a folder of .txt files, shakespeare, pydoc")
     parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="what a token is [gpt2]")
     parser.add_argument("--out", default="tokens", type=Path, help="folder for train.bin and val.bin [tokens]")
     args = parser.parse_args(argv)
     if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
         raise UserError(f"{args.out} already holds token files; give another --out")
-    text, tokenizer = read(args.data).text, make_tokenizer(args.tokenizer, "")
-    ids = [tokenizer.encode(text[i: i + BLOCK]).astype("<u2") for i in range(0, len(text) or 1, BLOCK)]
+    corpus, tokenizer = read(args.data), make_tokenizer(args.tokenizer, "")
+    if not corpus.text or corpus.mix:
+        raise UserError(f"{args.data} is a mix, or token files; give one text, and mix the token files")
+    text = corpus.text
+    ids = [tokenizer.encode(text[i: i + BLOCK]).astype("<u2") for i in range(0, len(text), BLOCK)]
     train, val = split(np.concatenate(ids), name=args.data)
     for file, part in ("val.bin", val), ("train.bin", train):
         with replacing(args.out / file) as temporary:

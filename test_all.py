@@ -982,17 +982,34 @@ def test_hidden_names_are_not_read(tmp_path, capsys):
     assert len(data.read(tmp_path / ".in").tokens[0]) == 300
 
 
+def test_json_and_mixes(tmp_path, monkeypatch):
+    """Catches: another field, a lost line between books, weights that do nothing, validation text in the training."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"text": "To\u2028be", "title": "x"}\n\n{"text": "or"}\n')
+    Path("b.json").write_text('[{"text": "not"}, {"text": "to"}]')
+    assert data.read("a.jsonl").text == "To\u2028be\nor" and data.read("b.json").text == "not\nto"
+    Path("c.txt").write_text("c" * 90 + "C" * 10)
+    Path("d.jsonl").write_text('{"text": "' + "d" * 900 + "D" * 100 + '"}')
+    corpus, byte = data.read("c.txt:1,d.jsonl:3"), data.make_tokenizer("byte", "")
+    train, val = (byte.decode(ids) for ids in corpus.splits(byte, 4))
+    assert train == "c" * 300 + "d" * 900 and val == "C" * 10 + "D" * 30            # 1 : 3, both of them
+    assert corpus.text[:990] == "c" * 90 + "d" * 900 and corpus.used == "c.txt:1,d.jsonl:3"
+    assert corpus.sha256 not in (data.read("c.txt:2,d.jsonl:3").sha256, data.read("d.jsonl").sha256)
+
+
 def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: open("/gone"))           # an OSError, as without network
     for name, body in {"empty": b"\n\n", "notes/x.md": b"no", "latin": b"\xef\xbb\xbf ab\xe9t\xe9", "u/x.txt": b"\xff",
                        "tok/train.bin": b"\1\0" * 20, "tok/val.bin": b"\0\1\0\0" * 5,
-                       }.items():
+                       "a.json": b'{"txt": "a"}', "b.jsonl": b"{"}.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(body)
     tokens, byte = data.read("tok"), data.make_tokenizer("byte", "")
     for call, args, word in [
             (data.read, ["gone"], "No such file"), (data.read, ["empty"], "no text"), (data.read, ["notes"], "no text"),
+            (data.read, ["a.json"], "'text'"), (data.read, ["b.jsonl"], "JSON"), (data.read, ["latin:0"], "position 6"),
+            (data.read, ["tok:0,tok:1"], "weight"), (data.main, [["--data", "tok:1", "--tokenizer", "byte"]], "a mix"),
             (data.read, ["latin"], "position 6"), (data.read, ["u"], "x.txt: 'utf-8'"),
             (tokens.splits, [byte, 10], "--seq-len 10"), (tokens.splits, [byte, 9], "up to 256"),
             (data.main, [["--data", "latin", "--out", "tok"]], "already holds"),

@@ -47,7 +47,8 @@ class TrainConfig:
     """Everything about a run that is not the network."""
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
     size: str = opt("auto", "of the network and of the run; auto: baby on CUDA, else tiny", choices=("auto", *SIZES))
-    data: str = opt("shakespeare", "shakespeare, pydoc, a text file, or a folder of text or token files (data.py)")
+    data: str = opt("shakespeare", "shakespeare, pydoc, a text file (.json: its \"text\" fields), a folder of text or "
+                    "token files, or a mix by weight: a.txt:0.4,b.jsonl:0.6")
     tokenizer: str = opt("char", "bpe: byte pairs learned from your text, gpt2: those of GPT-2", choices=TOKENIZERS)
     bpe_size: int = opt(1024, "largest vocabulary of --tokenizer bpe", low=256)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv, config.json; an earlier run moves to OUT/old-N")
