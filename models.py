@@ -138,13 +138,17 @@ PRESETS = {
 }
 
 # Sizes, under the preset. `tiny` is Config itself: its memory is a matrix, which on a laptop learns more in the same
-# time than the paper's MLP does (results/README.md). From 170m on the shapes are those of the paper's Table 7. Their
-# head dims make exact monomials too many, so phi is a sketch, of 1 + D + 255 features: a multiple of 16 for GPUs.
+# time than the paper's MLP (results/README.md). From 170m on the shapes are those of the paper's Table 7. Wide heads
+# have too many exact monomials, so there phi is a sketch, of 1 + D + 255 features: a multiple of 16, which GPUs like.
 _large = dict(memory="mlp", head_dim=0, expansion=4, features="sketch", sketch_dim=255)
 SIZES = {
     "tiny": dict(),
     "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1),
+    "34m": dict(n_layer=6, n_head=6, n_embd=384, tie=True, **_large),
+    "54m": dict(n_layer=6, n_head=8, n_embd=512, tie=True, **_large),
+    "67m": dict(n_layer=8, n_head=8, n_embd=512, tie=True, **_large),
     "170m": dict(n_layer=12, n_head=16, n_embd=768, **_large),
+    "195m": dict(n_layer=12, n_head=12, n_embd=768, **_large),
     "340m": dict(n_layer=24, n_head=16, n_embd=1024, **_large),
     "760m": dict(n_layer=24, n_head=16, n_embd=1536, **_large),
     "1.3b": dict(n_layer=18, n_head=8, n_embd=2048, **_large),

@@ -85,6 +85,8 @@ PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=
 TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES
     "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, gate_lr=0.1, muon_lr=4e-2, steps=400, eval_every=200),
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
+    **{name: dict(PAPER, steps=3000, lr=3e-3) for name in ("34m", "54m", "67m")},             # 1.5 billion tokens
+    "195m": dict(PAPER, steps=8000, lr=3e-3),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
     "340m": dict(PAPER, steps=30_000, lr=1.5e-3),
     "760m": dict(PAPER, steps=60_000, lr=1.25e-3),
