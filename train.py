@@ -83,7 +83,7 @@ class TrainConfig:
 
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)       # 0.5M tokens a step: App. E
 TRAIN_SIZES = {                                               # differences from the defaults above, like models.SIZES
-    "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, gate_lr=0.1, muon_lr=4e-2, steps=400, eval_every=200),
+    "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, gate_lr=0.1, muon_lr=4e-2, steps=500, eval_every=200),
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
     **{name: dict(PAPER, steps=3000, lr=3e-3) for name in ("34m", "54m", "67m")},             # 1.5 billion tokens
     "195m": dict(PAPER, steps=8000, lr=3e-3),
