@@ -309,7 +309,7 @@ def run(args):
     if args.plot:
         if "layer" not in parts:
             raise UserError("--plot draws --part layer")
-        train.need_matplotlib()
+        train.need("matplotlib")
     args.device, args.model = train.setup(args.device, args.threads), args.model or list(models.PRESETS)
     cpu = args.device.type == "cpu"
     args.compile = not cpu if args.compile is None else args.compile

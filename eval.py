@@ -3,6 +3,7 @@
     python eval.py --ckpt out                      validation loss, memory reset and carried, and by position; then
                                                    50,000 tokens in one stream: exit code 1 on NaN or growing memory
     python eval.py --ckpt out omega --plot         loss by position of several, with and without writes, drawn
+    python eval.py --task probe --ckpt out --plot  gates, writes and surprise of each layer over a text
     python eval.py --ckpt out --no-write           the same with all inner steps 0: what does the memory bring?
     python eval.py --task needle --model transformer deltanet atlas,step_start=-3 --seeds 1 2 3 --plot
     python eval.py --task mqar --pairs 2 4 8       small models, trained to recall pairs that they saw once
@@ -69,6 +70,9 @@ def position_loss(model, ids, length, batch_size, n_windows):
         total += F.cross_entropy(model(x.to(device))[0].mT.float(), y.to(device), reduction="none").sum(0).cpu()
         n += len(x)
     return total / n, n
+
+
+COLLAPSED = 0.02                                # spread over tokens of a mixing gate that has stopped to listen
 
 
 def buckets(length):
@@ -161,6 +165,40 @@ def stream(model, ids, n):
         say("the state of this model holds every token, so it grows with the stream")
     elif any(by > 0.05 for by in growth):                     # never true of nan
         raise Halt("memory grows with the stream")
+
+
+# ---- watching a memory at work
+
+def probe_task(args, device):
+    """Prints, keeps and draws what models.probe sees in each layer of a checkpoint over a text."""
+    ckpt, model, tokenizer = load(args.ckpt[0], device)
+    if model.config.mixer != "memory":
+        raise UserError(f"--task probe: {ckpt['path']} has no memory ({ckpt['preset']})")
+    if args.prompt:
+        ids = train.encode_prompt(tokenizer, args.prompt)
+    else:
+        ids = data.read(args.data or ckpt["train"]["data"]).splits(tokenizer, 1)[1]
+    ids = torch.as_tensor(ids[: args.length or ckpt["train"]["seq_len"]]).long()
+    found, lines, kept = models.probe(model, ids[None].to(device)), {}, []
+    say(f"{ckpt['path']}: {ckpt['preset']}, step {ckpt['step']}, over {len(ids)} tokens: mean +- standard deviation\n"
+        f"\n{'layer':>14}" + "".join(f"{i + 1:>18}" for i in range(len(found))))
+    for name in found[0]:
+        cells = [(at[name].mean().item(), at[name].std(correction=0).item()) for at in found]
+        say(f"{name:>14}" + "".join(f"{mean:>10.4f} +-{spread:6.3f}" for mean, spread in cells))
+    for i, at in enumerate(found):
+        kept.append({name: a.mean((0, 1)).tolist() if a.dim() == 3 and name != "mixing" else a.mean().item()
+                     for name, a in at.items()})
+        mean = lambda name: at[name].mean((0, 1)).unfold(0, min(16, len(ids)), 1).mean(-1)
+        for name, seen in (("inner loss, of that of M0", mean("surprise") / mean("untaught")),
+                           ("step, of its bound", mean("step") * model.config.chunk / model.config.max_step)):
+            lines[f"layer {i + 1}: {name}"] = range(len(ids) - len(seen), len(ids)), seen.tolist()
+        if "mixing" in at and (spread := at["mixing"].std(1, correction=0).mean().item()) < COLLAPSED:
+            say(f"warning: layer {i + 1}: its mixing gate moves by {spread:.3f} from token to token: what the memory "
+                "reads no longer matters; train with --gate-floor or --polarise")
+    if args.json:
+        Path(args.json).write_text(json.dumps(kept) + "\n")
+    if args.plot:
+        picture(args.plot, lines, "tokens before", "mean of all heads and 16 tokens")
 
 
 # ---- small models, trained on a task
@@ -258,10 +296,10 @@ def campaign(args, trial, columns, chance="", names=None):
                     temporary.write_text(json.dumps(dict(records=records), indent=1))
     found = {name: [done[name, seed] for seed in args.seeds] for name in names}
     width = max(map(len, names)) + 2
-    say(f"\n{'':{width}}" + "".join(f"{c!s:>14}" for c in columns) + "   seconds" + chance)
+    say(f"\n{'':{width}}" + "".join(f"{c!s:>16}" for c in columns) + "   seconds" + chance)
     for name, runs in found.items():
         cells = [spread([r["scores"][str(c)] for r in runs]) for c in columns]
-        say(f"{name:{width}}" + "".join(f"{c:>14}" for c in cells) + f"{sum(r['seconds'] for r in runs):10d}")
+        say(f"{name:{width}}" + "".join(f"{c:>16}" for c in cells) + f"{sum(r['seconds'] for r in runs):10d}")
     return {name: {c: [r["scores"][str(c)] for r in runs] for c in columns} for name, runs in found.items()}
 
 
@@ -456,7 +494,7 @@ def capacity_task(args, device):
 
 # ---- main
 
-TASKS = dict(text=text_task, needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task,
+TASKS = dict(text=text_task, probe=probe_task, needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task,
              online=online_task, capacity=capacity_task)
 # what the flags are where they are not given
 USUAL = dict(batch_size=32, pairs=[4], steps=300, lr=5e-3, seq_len=24, lengths=[128, 256, 512, 1024, 2048, 4096])
@@ -469,21 +507,22 @@ SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "
 def parse(argv=None):
     parser = train.Parser(prog="eval.py", description=__doc__)
     add = parser.add_argument
-    add("--task", default="text", choices=tuple(TASKS), help="text: losses of checkpoints; online and capacity: the "
-        "rule by itself; the others train small models [text]")
+    add("--task", default="text", choices=tuple(TASKS), help="text: losses of checkpoints; probe: one at work; online, "
+        "capacity: the rule by itself; the others train small models [text]")
     add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
     add("--threads", type=at_least(int, 0), default=0, metavar="N", help="CPU threads; 0: torch decides [0]")
     add("--batch-size", type=at_least(int, 1), metavar="N", help="sequences at a time [32; of text 8, of ablation 16]")
     add("--plot", nargs="?", const="", metavar="FILE", help="draw a picture [results/TASK.png]")
     add("--json", metavar="FILE", help="keep the results there; needle, mqar, mad and ablation go on from it")
-    add = parser.add_argument_group("--task text").add_argument
+    add = parser.add_argument_group("--task text and probe").add_argument
     add("--ckpt", nargs="+", default=["out"], help="checkpoint files, or folders with best.pt or ckpt.pt [out]")
     add("--data", help="another text than that of the training; its last tenth counts")
     add("--length", type=at_least(int, 0), default=0, metavar="N",
-        help="longest window of the loss by position [4 x training's]")
+        help="longest window of the loss by position [4 x training's]; tokens of probe")
     add("--windows", type=at_least(int, 1), default=32, metavar="N", help="windows of the loss by position [32]")
     add("--stream", type=at_least(int, 0), default=50_000, metavar="N",
         help="tokens of the endless stream; 0: none [50000]")
+    add("--prompt", help="the text that --task probe reads [the beginning of the last tenth]")
     add("--no-write", action="store_true", help="all inner steps 0: what does the memory bring?")
     add = parser.add_argument_group("the other tasks").add_argument
     add("--model", nargs="+", default=["atlas"], help="presets, changed or not: atlas,memory=mlp,steps=900 [atlas]")
@@ -512,7 +551,7 @@ def main(argv=None):
 
     def run():
         if args.plot:
-            train.need_matplotlib()
+            train.need("matplotlib")
         TASKS[args.task](args, train.setup(args.device, args.threads))
     return train.exit_code(run)
 

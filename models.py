@@ -84,6 +84,9 @@ class Config:
     max_step: float = opt(2.0, "upper bound of the sum of a chunk's step sizes eta: each is at most max_step / chunk")
     step_start: float = opt(0.0, "bias of eta's gate at the start; the lower, the less is written", low=-20)
     max_norm: float = opt(50.0, "largest norm of a fast weight matrix, less M0, at a chunk boundary; 0: no bound")
+    polarise: float = opt(0.0, "of mag and mac: adds to the loss so many times mean(1 - |2g - 1|), g the mixing gate")
+    gate_floor: str = opt("0", "of mag and mac: least share of the memory itself, until a tenth of the run, a third of "
+                          "it, and after: 0.3,0.1,0.05")
     attn_window: int = opt(64, "sliding window of attention in tokens, the segment of mac; 0 is full attention")
     mlp_hidden: int = opt(0, "hidden width of the SwiGLU; 0 takes 8/3 of n_embd")
     dropout: float = opt(0.0, "dropout on what each block adds to the residual stream, below 1")
@@ -94,12 +97,20 @@ class Config:
         if not self.head_dim and self.n_embd % self.n_head:
             raise ValueError(f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}, or give --head-dim")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
+        try:
+            floors = [float(f) for f in self.gate_floor.split(",")]
+        except ValueError:
+            floors = [math.nan]
         attention = self.mixer == "attention"
         polynomial = features_dim(self.features, self.head_dim, self.degree, self.sketch_dim)
         for fault, message in (
             (self.dropout >= 1, f"--dropout must be below 1, not {self.dropout}"),
             (attention and self.wiring != "lmm", f"--wiring {self.wiring} needs a memory model, not attention alone"),
             ((attention or self.wiring != "lmm") and self.head_dim % 2, "rotary embedding needs an even --head-dim"),
+            (not all(0 <= f < 1 for f in floors), f"--gate-floor takes shares from 0 to below 1, as 0.3,0.1,0.05, not "
+             f"{self.gate_floor!r}"),
+            ((self.polarise or any(floors)) and self.wiring not in ("mag", "mac"), "--gate-floor and --polarise need "
+             "--wiring mag or mac"),
             (self.wiring != "lmm" and not self.attn_window, f"--wiring {self.wiring} needs an --attn-window"),
             (not attention and polynomial > 10**6, "more than a million features; lower --degree or --head-dim"),
             (self.features == "sketch" and self.degree != 2, "--features sketch is of --degree 2"),
@@ -304,15 +315,33 @@ class Memory(Module):
         state = state or self.start(x)
         if not x.shape[1]:
             return x, state
+        *qkv, gates, tail = self.project(x, state)
+        with without_autocast(x):
+            y, inner = omega.omega(self.config.rule(), self.phi, *qkv, gates, state.rule)
+        return self.finish(x, y), MemoryState(inner, tail)
+
+    def project(self, x, state):
+        """-> q, k, v (B, H, T, D), gates, and what the convolution carries on."""
         qkv, n = self.qkv(x), self.conv_width - 1
         before = state.conv.to(qkv.dtype)
         tail = torch.cat([before, qkv[:, -n:]], 1)[:, -n:]
         qkv = F.silu(qkv) if self.conv is None else short_conv(before, qkv, self.conv)
         q, k, v = (at_least_float32(heads(a, self.config.n_head)) for a in qkv.chunk(3, -1))
         with without_autocast(x):
-            q, k, gates = unit(q), unit(k), self.make_gates(x)                   # choice 8
-            y, inner = omega.omega(self.config.rule(), self.phi, q, k, v, gates, state.rule)
-        return self.finish(x, y), MemoryState(inner, tail)
+            return unit(q), unit(k), v, self.make_gates(x), tail                 # choice 8
+
+    def watch(self, x, state=None):
+        """The gates and the surprise of each token of x (B, T, n_embd) -> a dict as of `probe`."""
+        state, rule = state or self.start(x), self.config.rule()
+        _, k, v, gates, _ = self.project(x, state)
+        with without_autocast(x):
+            y = omega.omega(rule, self.phi, k.roll(-1, 2), k, v, gates, state.rule)[0]           # W_t asked for k_t+1
+            k, W, keys = k[:, :, :1], omega.total(state.rule), state.rule.keys
+            y0 = memory.apply(rule.memory, W, self.phi(k) if keys is None else omega.kernel_rows(k, keys), k, rule.norm)
+            y = torch.cat([y0, y[:, :, :-1]], 2)
+            surprise = torch.vmap(lambda y, v: memory.loss(rule.loss, y, v))(y.flatten(0, 2), v.flatten(0, 2))
+        found = dict(gates._asdict(), gate=gates.gate.sum(-1), surprise=surprise.view(y.shape[:3]))
+        return {name: a for name, a in found.items() if a is not None}
 
     def finish(self, x, y):
         """Norm of each head, output gate, projection: y (B, H, T, D) -> (B, T, n_embd)."""
@@ -410,6 +439,12 @@ class WiringState(NamedTuple):
     frozen: tuple                         # of mac: fast weights and keys at the segment's start
 
 
+def floor(config, done=1.0):
+    """The least share of the memory in mag and mac once this share of the run is done (--gate-floor)."""
+    floors = [float(f) for f in config.gate_floor.split(",")]
+    return floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
+
+
 class Wiring(Module):
     """Memory and attention together, with persistent tokens p, after Titans (section 4, and its equation numbers).
 
@@ -428,6 +463,7 @@ class Wiring(Module):
         self.persistent = nn.Parameter(torch.zeros(config.persistent, config.n_embd)) if config.persistent else None
         self.y_norm = Norm(config.n_embd) if config.wiring != "mal" else None
         self.m_norm = Norm(config.n_embd)
+        self.floor = floor(config)
         self.init()
 
     def init(self):
@@ -438,7 +474,7 @@ class Wiring(Module):
     def forward(self, x, state=None):
         """x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. ValueError as `check_input`."""
         check_input(x, state, WiringState, self.config.n_embd)
-        state = state or WiringState(None, None, ())
+        state, self.undecided = state or WiringState(None, None, ()), []
         return getattr(self, self.config.wiring)(x, state) if x.shape[1] else (x, state)
 
     def remember(self, x, state):
@@ -451,7 +487,12 @@ class Wiring(Module):
         return m, state._replace(memory=memory_state), n
 
     def gated(self, y, m):
-        return self.y_norm(y) * self.m_norm(m).sigmoid()                                         # choice 13
+        m = self.m_norm(m)
+        g = m.sigmoid()
+        if self.config.polarise:
+            self.undecided.append((1 - (2 * g - 1).abs()).mean())                # 0 where g is 0 or 1; for LM.loss
+        o = self.y_norm(y) * g                                                                   # choice 13
+        return (1 - self.floor) * o + self.floor * m if self.floor else o
 
     def mag(self, x, state):
         """Both read x; the memory gates what attention says (Eq 26 - 28)."""
@@ -581,13 +622,19 @@ class LM(Module):
         return self.head(self.norm(x)), tuple(states)
 
     def loss(self, tokens, targets):
-        """Mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count."""
+        """Mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count.
+
+        With `polarise` it also holds that many times how undecided the mixing gates are.
+        """
         check_tokens(tokens)
         check_tokens(targets, "targets")
         if targets.shape != tokens.shape:
             raise ValueError(f"targets {tuple(targets.shape)} are not of the shape of tokens {tuple(tokens.shape)}")
         logits = at_least_float32(self(tokens)[0])
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        if self.config.polarise:
+            loss = loss + self.config.polarise * torch.stack([g for b in self.blocks for g in b.mixer.undecided]).mean()
+        return loss
 
     def compile_memory(self, **options):
         """Regional torch.compile: the chunk steps of the memory, for the whole process; attention blocks as a whole."""
@@ -657,3 +704,44 @@ def state_bytes(state):
 def holds_all(config):
     """Does the state hold every token, so that it grows with the text?"""
     return config.features == "exp" if config.mixer == "memory" else not config.attn_window
+
+
+@torch.no_grad()
+def probe(model, tokens):
+    """What the memory does while the model reads tokens (B, T) from the start -> for each layer a dict of tensors.
+
+        keep, step, momentum, gate   (B, H, T); gate is the mean over the window
+        surprise    (B, H, T)        the inner loss of a pair at the memory before it: l(M(phi(k_t); W_{t-1}), v_t)
+        untaught    (B, H, T)        the same at M0
+        written, S  (B, H)           |W - M0| and |S| after the last token; without momentum there is no S
+        share       ()               |o - o'| / |o|: o is what the layer says, o' the same if its memory may not write
+        mixing      (B, T, n_embd)   of mag and mac: the gate of the attention, sigmoid(norm(M(..)))
+    """
+    calls, found, T, bound = {}, [], tokens.shape[1], model.config.max_step
+    layers = [block.mixer for block in model.blocks]
+    handles = [m.register_forward_hook(lambda m, args, out: calls.setdefault(m, []).append((args, out)))
+               for layer in layers for m in (layer, *layer.children())]
+    try:
+        model(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for layer in layers:
+        inside = getattr(layer, "memory", layer)              # of a Wiring; mac calls it once a segment
+        (x, *_), (o, _) = calls[layer][0]
+        seen, fresh = [inside.watch(*args) for args, _ in calls[inside]], inside.start(x).rule
+        model.config.max_step = 0.0
+        share = (o - layer(x)[0]).norm() / o.norm()
+        for at, ((x, state), _) in zip(seen, calls[inside]):
+            at["untaught"] = inside.watch(x, state and state._replace(rule=fresh))["surprise"]
+        model.config.max_step = bound
+        at = {name: torch.cat([a[name] for a in seen], -1)[..., -T:] for name in seen[0]}   # no persistent tokens
+        last = calls[inside][-1][1][1].rule
+        W = last.W if last.M0 else [a - b for a, b in zip(last.W, inside.M0)]
+        for name, matrices in ("written", W), ("S", last.S):
+            if matrices:
+                at[name] = sum(w.square().sum((-2, -1)) for w in matrices).sqrt()
+        if model.config.wiring in ("mag", "mac"):
+            at["mixing"] = torch.cat([out for _, out in calls[layer.m_norm]], 1).sigmoid()
+        found.append(at | dict(share=share))
+    return found

@@ -931,6 +931,54 @@ def test_a_gpu_computes_the_same(name, compiled, eager_again):
     close([a.cpu() for a in loss_and_gradient(model.cuda(), x.cuda())], want, 1e-8)
 
 
+@pytest.mark.parametrize("name", ["atlas", "omeganet-mag", "omeganet-mac", "forget M0", "dot"])
+def test_probe(name):
+    """Token by token, the same. Catches: a surprise after the write, persistent tokens counted, M0 as a write."""
+    model, x = shaken(small(MODELS[name][0], **MODELS[name][1])).eval(), tokens(2, 10)
+    [found] = models.probe(model, x)
+    layer, rule, calls = model.blocks[0].mixer, model.config.rule(), []
+    inside = getattr(layer, "memory", layer)
+    hook = inside.register_forward_hook(lambda _, args, out: calls.append(args))
+    said = layer(y := model.blocks[0].norm1(model.embed(x)), None)[0]
+    hook.remove()
+    surprise = []
+    for z, state in calls:                                    # one for each segment of mac
+        state = state or inside.start(z)
+        for t in range(z.shape[1]):
+            k, v = inside.project(z[:, t:t + 1], state)[1:3]
+            rows = inside.phi(k) if state.rule.keys is None else omega.kernel_rows(k, state.rule.keys)
+            read = memory.apply(rule.memory, omega.total(state.rule), rows, k, rule.norm)
+            surprise.append((read - v).square().sum(-1) / 2)
+            state = inside(z[:, t:t + 1], state)[1]
+    close(found["surprise"], torch.cat(surprise, -1)[..., -10:], 1e-9)
+    assert (found["untaught"] - found["surprise"])[..., -1].abs().min() > 1e-4
+    M0 = omega.grown(inside.M0, [w.shape[2] for w in state.rule.W])
+    close(found["written"], sum((w - m).square().sum((2, 3)) for w, m in zip(omega.total(state.rule), M0)).sqrt(), 1e-9)
+    close(found["keep"][..., -1], inside.make_gates(z)[0][..., -1], 1e-12)
+    model.config.max_step = 0.0
+    close(found["share"], (said - layer(y)[0]).norm() / said.norm(), 1e-12)
+
+
+@pytest.mark.parametrize("wiring", ["mag", "mac"])
+def test_polarise_and_floor(wiring):
+    """Catches: a term or a floor that has no gradient, or is of another gate; a floor that only training knows."""
+    plain, x, y, told = shaken(small("omeganet", wiring=wiring)), tokens(2, 9), tokens(2, 9), []
+    polar = models.LM(models.Config(**{**asdict(plain.config), "polarise": 0.5})).double()
+    polar.load_state_dict(plain.state_dict())
+    polar.blocks[0].mixer.m_norm.register_forward_hook(lambda *a: told.append(a[2].sigmoid()))
+    losses = polar.loss(x, y), plain.loss(x, y)
+    close(losses[0] - losses[1], 0.5 * sum((1 - (2 * g - 1).abs()).mean() for g in told) / len(told), 1e-12)
+    slope = [torch.autograd.grad(a, m.blocks[0].mixer.m_norm.weight)[0] for a, m in zip(losses, (polar, plain))]
+    assert (slope[0] - slope[1]).abs().max() > 1e-3
+    mixer = models.Wiring(models.Config(**{**asdict(plain.config), "gate_floor": "0.3,0.2,0.1"})).double()
+    says, m = randn(2, 9, 16), randn(2, 9, 16).requires_grad_()
+    g = mixer.m_norm(m).sigmoid()
+    close(mixer.gated(says, m), 0.9 * mixer.y_norm(says) * g + 0.1 * mixer.m_norm(m), 1e-12)
+    assert torch.autograd.grad(mixer.gated(0 * says, m)[..., 0].sum(), m)[0].abs().max() > 1e-3      # the memory alone
+    floors = [models.floor(mixer.config, done) for done in (0, 0.09, 0.1, 0.3, 0.34, 1)]
+    assert floors == [0.3, 0.3, 0.2, 0.2, 0.1, 0.1]
+
+
 # ---- data.py
 
 TEXT = "To be, or not to be:\n\u00e9\u4e2d\U0001f600 the <|endoftext|> the end.  the\n"
@@ -1283,7 +1331,8 @@ def test_every_field_is_a_flag_and_help_tells_its_default(capsys):
 
 MISTAKES = [                                                  # program, flags, a word of the line
     (train, "--widnow 3", "--widnow"), (train, "--model atals", "atals"), (train, "--steps 0", "--steps"),
-    (train, "--lr nan", "--lr"), (train, "--batch-size 1.5", "--batch-size"), (train, "stray", "stray"),
+    (train, "--wiring mag --gate-floor 0.3,2", "--gate-floor"), (train, "--polarise 1", "--wiring mag"),
+    (train, "--model swa --telemetry", "--telemetry"), (train, "--lr nan", "--lr"), (train, "--batch-size 1.5", "--batch-size"), (train, "stray", "stray"),
     (train, "--window 0", "--window"), (train, "--device mps", "mps"), (train, "--resume", "ckpt.pt"),
     (train, "--init words", "words"), (train, "--data no", "no"), (train, "--data words --seq-len 400", "short"),
     (train, "--batch_size 4", "--batch-size"), (train, "--muon False", "--no-muon"), (train, "--muon=1", "--no-muon"),
@@ -1344,6 +1393,41 @@ def test_a_run_says_logs_and_saves_what_it_did(trained, text):
     assert loss[-1] < loss[0] - 0.3                           # an optimizer that is not stepped, or steps uphill
     assert json.loads((trained / "config.json").read_text()) == {n: ckpt[n] for n in ("train", "config", "data")}
     assert sorted(os.listdir(trained)) == ["best.pt", "ckpt.pt", "config.json", "log.csv"]
+
+
+def test_telemetry_floor_and_loggers(text, tmp_path, monkeypatch, capsys):
+    """Catches: means of another text or with dropout, a floor that does not hold at each step, rows that get lost."""
+    floors, told, real = [], [], train.train_step
+    fake = types.SimpleNamespace(init=lambda **how: told.append(how["name"]), log=lambda row, step: told.append(row))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    writer = types.SimpleNamespace(add_scalar=lambda *row: told.append(row), flush=lambda: None)
+    board = types.SimpleNamespace(SummaryWriter=lambda folder: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setattr(train, "need", lambda package: None)
+    monkeypatch.setattr(train, "train_step", lambda model, *a: floors.append(
+        [m.floor for m in model.modules() if isinstance(m, models.Wiring)]) or real(model, *a))
+    flags = ("--wiring", "mag", "--gate-floor", "0.4,0.2,0.1", "--polarise", 0.1, "--telemetry", "--wandb", "--tensorboard")
+    assert go(text, tmp_path / "a", *FLAGS, *flags) == 0
+    assert floors == [[0.4]] + [[0.2]] * 3 + [[0.1]] * 6
+    logged = list(csv.DictReader((tmp_path / "a" / "log.csv").open()))
+    assert [row["step"] for row in logged if row["memory/share"]] == ["4", "8", "10"]
+    model, tokenizer = train.rebuild(saved(tmp_path / "a"))
+    x = torch.as_tensor(tokenizer.encode(text.read_text())[2700:][:32]).view(2, 16)
+    found = models.probe(model.eval(), x)
+    for name in ("keep", "surprise", "share", "mixing", "written"):
+        mean = sum(at[name].mean().item() for at in found) / len(found)
+        assert float(logged[-1][f"memory/{name}"]) == pytest.approx(mean, rel=1e-3), name
+    rows = [row for row in told if isinstance(row, dict)]
+    assert told[0] == str(tmp_path / "a") and rows[-1]["step"] == 10 and rows[-1]["memory/keep"] > 0
+    assert ("memory/keep", rows[-1]["memory/keep"], 10) in told and len(rows) == len(logged)
+    monkeypatch.undo()
+    probe = f"--task probe --device cpu --ckpt {tmp_path / 'a'} --length 20 --json {tmp_path / 'p.json'}"
+    capsys.readouterr()
+    assert eval.main(probe.split()) == 0
+    said, kept = capsys.readouterr().out, json.loads((tmp_path / "p.json").read_text())
+    assert "warning" not in said and len(kept[0]["surprise"]) == 20
+    monkeypatch.setattr(eval, "COLLAPSED", 1.0)
+    assert eval.main([*probe.split(), "--prompt", "to be"]) == 0 and "no longer matters" in capsys.readouterr().out
 
 
 def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, capsys):

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from data import TOKENIZERS, UserError, batch, make_tokenizer, read, replacing, streams, tokenizer_from_state, windows
-from models import LM, PRESETS, SIZES, Config, check, detach, flag, holds_all, opt
+from models import LM, PRESETS, SIZES, Config, Wiring, check, detach, flag, floor, holds_all, opt, probe
 from muon import Muon, make_optimizers, native_bfloat16
 
 RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))     # torchrun sets these
@@ -70,6 +70,9 @@ class TrainConfig:
     warmup: int = opt(20, "steps of linear warmup; unless given at most a tenth of --steps")
     eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
     eval_windows: int = opt(64, "about so many evenly spaced validation windows while training; 0: all")
+    telemetry: bool = opt(False, "log at each validation what the memories do, as eval.py --task probe")
+    wandb: bool = opt(False, "log to Weights & Biases, too")
+    tensorboard: bool = opt(False, "log to TensorBoard files in --out, too")
     log_every: int = opt(10, "steps between log lines", low=1)
     device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32", choices=("auto", "float32", "bfloat16"))
@@ -93,8 +96,8 @@ TRAIN_SIZES = {                                               # differences from
     "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
 }
 NO_FLAG = "vocab_size", "mixer"                               # which the tokenizer and the preset decide
-LAUNCH = {"out", "resume", "device", "compile", "threads"}    # never read from a checkpoint
-FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat"}            # may differ on --resume
+LAUNCH = {"out", "resume", "device", "compile", "threads", "wandb", "tensorboard"}    # never read from a checkpoint
+FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "telemetry"}            # may differ on --resume
 KEPT = {"model", "size", "tokenizer", "bpe_size"}             # that of the checkpoint on --init
 
 
@@ -119,6 +122,8 @@ def settings(given, old=None):
         tc, config = TrainConfig(**run), Config(**{**network, **{name: given[name] for name in given.keys() - ours}})
     except ValueError as fault:
         raise UserError(fault) from None
+    if tc.telemetry and config.mixer != "memory":
+        raise UserError(f"--telemetry: {tc.model} has no memory; drop the flag")
     if not resume and "warmup" not in given:
         tc.warmup = min(tc.warmup, tc.steps // 10)
     return tc, config
@@ -187,9 +192,40 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
 
 # ---- the loop
 
+COLUMNS = ["step", "loss", "val", "grad_norm", "lr", "tokens_per_s", "seconds"]       # of log.csv; then of --telemetry
+MEMORY = [f"memory/{name}" for name in ("keep", "step", "momentum", "gate", "surprise", "untaught", "written", "S",
+                                        "share", "mixing", "mixing_spread")]
+
+
+def telemetry(model, ids, tc, dtype):
+    """Means of models.probe over the first validation windows and all layers -> {"memory/keep": .., ..}"""
+    x = next(windows(ids, tc.seq_len, tc.batch_size))[0].to(next(model.parameters()).device)
+    with autocast(x.device, dtype):
+        found = probe(model.eval(), x)
+    model.train()
+    for at in found:
+        at |= {"mixing_spread": at["mixing"].std((0, 1))} if "mixing" in at else {}
+    return {f"memory/{name}": round(sum(at[name].float().mean().item() for at in found) / len(found), 6)
+            for name in found[0]}
+
+
+def loggers(tc, run):
+    """Functions that take each logged row, besides log.csv."""
+    told = []
+    if tc.wandb:
+        import wandb
+        wandb.init(project="atlas", name=tc.out, config={**run["train"], **run["config"]})
+        told.append(lambda row: wandb.log(row, step=row["step"]))
+    if tc.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(tc.out)
+        told.append(lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row] and writer.flush())
+    return told
+
+
 def train(model, optimizers, run, tc, splits, device, dtype):
     """The loop from run["step"] on -> the number of the signal that stopped it, or None after --steps."""
-    out, first = Path(tc.out), run["step"]
+    out, first, told = Path(tc.out), run["step"], [] if RANK else loggers(tc, run)
     validate = partial(evaluate, model, splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=dtype)
     if first == 0:
         run["start"] = validate()
@@ -199,6 +235,9 @@ def train(model, optimizers, run, tc, splits, device, dtype):
         for step in range(first + 1, tc.steps + 1):
             tick, scale = time.perf_counter(), lr_scale(step - 1, tc)
             torch.manual_seed(tc.seed + RANK + step * PROCESSES)     # of dropout: a function of (seed, step, process)
+            for m in model.modules():
+                if isinstance(m, Wiring):
+                    m.floor = floor(m.config, (step - 1) / tc.steps)
             loss, norm = train_step(model, optimizers, tc, splits[0], step - 1, scale, device, dtype)
             speed = tc.batch_size * tc.grad_accum * tc.seq_len / (time.perf_counter() - tick)
             if step == first + 1 and RANK == 0:               # only now that a step has worked are older files touched
@@ -209,9 +248,15 @@ def train(model, optimizers, run, tc, splits, device, dtype):
                 eta = timedelta(seconds=int((tc.steps - step) * run["seconds"] / step))
                 say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  grad norm {norm:.2f}  lr {tc.lr * scale:.2e}  "
                     f"{speed:,.0f} tokens/s  eta {eta}" + ("" if val is None else f"  val {val:.4f}"))
+                row = dict(step=step, loss=round(loss, 6), val=val and round(val, 6), grad_norm=round(norm, 4),
+                           lr=float(f"{tc.lr * scale:.3g}"), tokens_per_s=round(speed),
+                           seconds=round(run["seconds"], 1))
+                if tc.telemetry and val is not None:
+                    row |= telemetry(model, splits[1], tc, dtype)
                 with open(os.devnull if RANK else out / "log.csv", "a") as log:
-                    log.write(f"{step},{loss:.6f},{'' if val is None else f'{val:.6f}'},{norm:.4f},{tc.lr * scale:.3g},"
-                              f"{speed:.0f},{run['seconds']:.1f}\n")
+                    csv.DictWriter(log, COLUMNS + MEMORY * tc.telemetry, lineterminator="\n").writerow(row)
+                for tell in told:
+                    tell({name: value for name, value in row.items() if value is not None})
             if val is not None and val < run["best"]:         # never true of nan
                 run["best"] = val
                 save_checkpoint(out / "best.pt", run, model, optimizers)
@@ -343,7 +388,7 @@ def begin_files(out, run):
     rows = log.read_text().splitlines()[1:] if log.exists() else []
     rows = [row for row in rows if int(row.partition(",")[0]) <= run["step"]]
     with replacing(log) as temporary:                         # without what a killed run logged but did not save
-        temporary.write_text("\n".join(["step,loss,val,grad_norm,lr,tokens_per_s,seconds", *rows, ""]))
+        temporary.write_text("\n".join([",".join(COLUMNS + MEMORY * run["train"]["telemetry"]), *rows, ""]))
     (out / "config.json").write_text(json.dumps({key: run[key] for key in ("train", "config", "data")}, indent=1))
 
 
@@ -352,10 +397,10 @@ def begin_files(out, run):
 COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"      # Okabe, Ito: for all eyes
 
 
-def need_matplotlib():
+def need(package):
     """UserError where it is missing: to be asked before the work."""
-    if not importlib.util.find_spec("matplotlib"):
-        raise UserError("pictures need matplotlib: pip install matplotlib")
+    if not importlib.util.find_spec(package):
+        raise UserError(f"this needs {package}: pip install {package}")
 
 
 def picture(path, lines, x, y, log="", level=None):
@@ -363,7 +408,7 @@ def picture(path, lines, x, y, log="", level=None):
 
     level: a dotted line, as of guessing.
     """
-    need_matplotlib()
+    need("matplotlib")
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     ax = figure.subplots()
@@ -554,6 +599,9 @@ def launch(given):
     if resume and old["step"] >= tc.steps:
         say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
         return 0
+    for package in ("wandb", "tensorboard"):
+        if getattr(tc, package):
+            need(package)
     device = setup(tc.device, tc.threads)
     if PROCESSES > 1:
         device = join(device, tc.grad_accum)
