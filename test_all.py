@@ -1332,7 +1332,8 @@ def test_every_field_is_a_flag_and_help_tells_its_default(capsys):
 MISTAKES = [                                                  # program, flags, a word of the line
     (train, "--widnow 3", "--widnow"), (train, "--model atals", "atals"), (train, "--steps 0", "--steps"),
     (train, "--wiring mag --gate-floor 0.3,2", "--gate-floor"), (train, "--polarise 1", "--wiring mag"),
-    (train, "--model swa --telemetry", "--telemetry"), (train, "--lr nan", "--lr"), (train, "--batch-size 1.5", "--batch-size"), (train, "stray", "stray"),
+    (train, "--model swa --telemetry", "--telemetry"),
+    (train, "--lr nan", "--lr"), (train, "--batch-size 1.5", "--batch-size"), (train, "stray", "stray"),
     (train, "--window 0", "--window"), (train, "--device mps", "mps"), (train, "--resume", "ckpt.pt"),
     (train, "--init words", "words"), (train, "--data no", "no"), (train, "--data words --seq-len 400", "short"),
     (train, "--batch_size 4", "--batch-size"), (train, "--muon False", "--no-muon"), (train, "--muon=1", "--no-muon"),
@@ -1406,7 +1407,7 @@ def test_telemetry_floor_and_loggers(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "need", lambda package: None)
     monkeypatch.setattr(train, "train_step", lambda model, *a: floors.append(
         [m.floor for m in model.modules() if isinstance(m, models.Wiring)]) or real(model, *a))
-    flags = ("--wiring", "mag", "--gate-floor", "0.4,0.2,0.1", "--polarise", 0.1, "--telemetry", "--wandb", "--tensorboard")
+    flags = "--wiring mag --gate-floor 0.4,0.2,0.1 --polarise 0.1 --telemetry --wandb --tensorboard".split()
     assert go(text, tmp_path / "a", *FLAGS, *flags) == 0
     assert floors == [[0.4]] + [[0.2]] * 3 + [[0.1]] * 6
     logged = list(csv.DictReader((tmp_path / "a" / "log.csv").open()))
