@@ -1913,8 +1913,8 @@ def test_eval_and_bench_mistakes_are_one_line(program, argv, word, capsys):
 
 ROOT = Path(omega.__file__).resolve().parent
 README, MORE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/README.md"))
-LINES = dict(memory=130, omega=490, muon=120, poly=110, models=660, train=605, data=460, eval=525, bench=340,
-             sample=90, test_all=2000)
+LINES = dict(memory=130, omega=490, muon=120, poly=110, models=760, train=655, data=490, eval=560, bench=340,
+             sample=90, test_all=2080)
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
 
 
@@ -2024,12 +2024,14 @@ MUTANTS = [                                                   # file, text (it i
     ("omega.py", "torch.cat([r, (r @ keys.mT).exp()], -1)", "torch.cat([r, r @ keys.mT], -1)", "monomials_converge"),
     ("models.py", "1 - opened * (-keep)", "1 - (-keep)", "block_by_hand"),
     ("models.py", "torch.cat([before, qkv[:, -n:]], 1)[:, -n:]", "qkv[:, -n:]", "test_reading"),
-    ("models.py", "= unit(q), unit(k)", "= unit(q), k", "block_by_hand"),
+    ("models.py", "return unit(q), unit(k)", "return unit(q), k", "block_by_hand"),
     ("models.py", "(j > i - w)", "(j >= i - w)", "attention_by_hand"),
     ("models.py", "frozen = state.frozen or (", "frozen = (", "test_reading"),
     ("models.py", "self.memory(y, inner)", "self.memory(x, inner)", "wirings_by_hand"),
     ("models.py", "probs.cumsum(-1) - probs >=", "probs.cumsum(-1) >=", "test_sample"),
     ("models.py", " and not a.is_leaf", "", "test_detach"),
+    ("models.py", "k.roll(-1, 2)", "k", "test_probe"),
+    ("models.py", "self.floor * m if", "self.floor * y if", "test_polarise"),
 ]
 
 
