@@ -296,10 +296,10 @@ def campaign(args, trial, columns, chance="", names=None):
                     temporary.write_text(json.dumps(dict(records=records), indent=1))
     found = {name: [done[name, seed] for seed in args.seeds] for name in names}
     width = max(map(len, names)) + 2
-    say(f"\n{'':{width}}" + "".join(f"{c!s:>16}" for c in columns) + "   seconds" + chance)
+    say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds" + chance)
     for name, runs in found.items():
         cells = [spread([r["scores"][str(c)] for r in runs]) for c in columns]
-        say(f"{name:{width}}" + "".join(f"{c:>16}" for c in cells) + f"{sum(r['seconds'] for r in runs):10d}")
+        say(f"{name:{width}}" + "".join(f"{c:>18}" for c in cells) + f"{sum(r['seconds'] for r in runs):10d}")
     return {name: {c: [r["scores"][str(c)] for r in runs] for c in columns} for name, runs in found.items()}
 
 
