@@ -350,14 +350,14 @@ def save_checkpoint(path, run, model, optimizers):
         raise Halt(f"cannot write {path} ({fault}); disk full? The checkpoint saved before is intact") from None
 
 
-def load_checkpoint(path):
-    """A checkpoint file, or the best (else the last) of a folder -> dict, with its "path"."""
+def load_checkpoint(path, text=True):
+    """A checkpoint file, or the best (else the last) of a folder -> dict, with its "path". text: as train.py's."""
     path = Path(path)
     if path.is_dir():
         path = path / ("best.pt" if (path / "best.pt").exists() else "ckpt.pt")
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        if ckpt["format"] != FORMAT:
+        if ckpt["format"] != FORMAT or text and "tokenizer" not in ckpt:
             raise ValueError
     except Exception as fault:                                # its type depends on what the file is
         raise UserError(f"cannot load {path} ({type(fault).__name__}): missing, damaged, or no checkpoint of this "
