@@ -189,7 +189,7 @@ def probe_task(args, device):
         kept.append({name: a.mean((0, 1)).tolist() if a.dim() == 3 and name != "mixing" else a.mean().item()
                      for name, a in at.items()})
         mean = lambda name: at[name].mean((0, 1)).unfold(0, min(16, len(ids)), 1).mean(-1)
-        for name, seen in (("inner loss, of that of M0", mean("surprise") / mean("untaught")),
+        for name, seen in (("inner loss, of that without writes", mean("surprise") / mean("untaught")),
                            ("step, of its bound", mean("step") * model.config.chunk / model.config.max_step)):
             lines[f"layer {i + 1}: {name}"] = range(len(ids) - len(seen), len(ids)), seen.tolist()
         if "mixing" in at and (spread := at["mixing"].std(1, correction=0).mean().item()) < COLLAPSED:

@@ -712,7 +712,7 @@ def probe(model, tokens):
 
         keep, step, momentum, gate   (B, H, T); gate is the mean over the window
         surprise    (B, H, T)        the inner loss of a pair at the memory before it: l(M(phi(k_t); W_{t-1}), v_t)
-        untaught    (B, H, T)        the same at M0
+        untaught    (B, H, T)        the same of a memory that may not write
         written, S  (B, H)           |W - M0| and |S| after the last token; without momentum there is no S
         share       ()               |o - o'| / |o|: o is what the layer says, o' the same if its memory may not write
         mixing      (B, T, n_embd)   of mag and mac: the gate of the attention, sigmoid(norm(M(..)))
