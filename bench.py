@@ -157,8 +157,9 @@ def part_layer(args, seconds):
                [row(t, batch * T, name=name, T=T, MiB=peak_mib(args.device, runs[name])) for name, t in times.items()])
 
 
-def rule_run(device, rule, batch, H, T):
-    """-> omega() forward and backward, HEAD numbers a head, 2 HEAD hidden, tokens that keep the memory bounded."""
+def rule_run(device, rule, batch, H, T, shard):
+    """-> omega() forward and backward, HEAD numbers a head, 2 HEAD hidden, tokens that keep the memory bounded; with
+    shards omega.shards()."""
     def rand(*shape):
         return torch.rand(batch, H, T, *shape, device=device)
     q, k, v = (F.normalize(rand(HEAD) - 0.5, dim=-1) for _ in range(3))
@@ -168,7 +169,11 @@ def rule_run(device, rule, batch, H, T):
     leaves, phi = [a.requires_grad_() for a in (q, k, v, *gates, *M0)], Features("none", HEAD)
 
     def run():
-        y, _ = omega.omega(rule, phi, q, k, v, omega.Gates(*gates), omega.start(rule, phi, M0, batch))
+        fn, state = omega.omega, omega.start(rule, phi, M0, batch)
+        if shard:
+            kk = q.new_zeros(batch, H, HEAD, HEAD)
+            fn, state = partial(omega.shards, shard), omega.Shards(M0, state, None, kk, 0)
+        y, _ = fn(rule, phi, q, k, v, omega.Gates(*gates), state)
         torch.autograd.grad(y, leaves, torch.ones_like(y))
     return run
 
@@ -177,11 +182,13 @@ def part_rule(args, seconds):
     (batch, H, length), runs = pick(args, (1, 2, 128), (1, 4, 2048), (4, 16, 4096)), {}
     if args.compile:
         omega.compile_chunks()
-    for w, c, m in (8, 64, 0), (1, 64, 0), (64, 64, 0), (8, 16, 0), (8, 256, 0), (8, 64, 64), (8, 64, 16), (8, 64, 1):
+    for w, c, m, shard in ((8, 64, 0, 0), (1, 64, 0, 0), (64, 64, 0, 0), (8, 16, 0, 0), (8, 16, 0, 256), (8, 256, 0, 0),
+                           (8, 64, 64, 0), (8, 64, 16, 0), (8, 64, 16, 256), (8, 64, 1, 0)):
         T = length // 8 if m == 1 else length
-        runs[w, c, m, T] = rule_run(args.device, omega.Rule(window=w, chunk=c, muon_every=m), batch, H, T)
+        rule = omega.Rule(window=w, chunk=c, muon_every=m)
+        runs[w, c, m, shard, T] = rule_run(args.device, rule, batch, H, T, shard)
     yield (f"omega() alone, forward + backward, batch {batch}, {H} heads of {HEAD}, MLP memory of {2 * HEAD}", [
-        row(t, batch * key[3], **dict(zip(("window", "chunk", "muon_every", "T"), key)),
+        row(t, batch * key[4], **dict(zip(("window", "chunk", "muon_every", "shard", "T"), key)),
             MiB=peak_mib(args.device, runs[key])) for key, t in race(args.device, runs, seconds).items()])
 
 

@@ -172,8 +172,8 @@ def stream(model, ids, n):
 def probe_task(args, device):
     """Prints, keeps and draws what models.probe sees in each layer of a checkpoint over a text."""
     ckpt, model, tokenizer = load(args.ckpt[0], device)
-    if model.config.mixer != "memory":
-        raise UserError(f"--task probe: {ckpt['path']} has no memory ({ckpt['preset']})")
+    if model.config.mixer != "memory" or model.config.shard:
+        raise UserError(f"--task probe: {ckpt['path']} has no memory, or one in shards ({ckpt['preset']})")
     if args.prompt:
         ids = train.encode_prompt(tokenizer, args.prompt)
     else:

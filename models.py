@@ -10,6 +10,7 @@ fast weights W of that sequence, and never touches a parameter. What it has lear
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -87,6 +88,7 @@ class Config:
     polarise: float = opt(0.0, "of mag and mac: adds to the loss so many times mean(1 - |2g - 1|), g the mixing gate")
     gate_floor: str = opt("0", "of mag and mac: least share of the memory itself, until a tenth of the run, a third of "
                           "it, and after: 0.3,0.1,0.05")
+    shard: int = opt(0, "tokens of a local memory; each starts anew, side by side, beside a global one (TNT); 0: off")
     attn_window: int = opt(64, "sliding window of attention in tokens, the segment of mac; 0 is full attention")
     mlp_hidden: int = opt(0, "hidden width of the SwiGLU; 0 takes 8/3 of n_embd")
     dropout: float = opt(0.0, "dropout on what each block adds to the residual stream, below 1")
@@ -113,6 +115,8 @@ class Config:
              "--wiring mag or mac"),
             (self.wiring != "lmm" and not self.attn_window, f"--wiring {self.wiring} needs an --attn-window"),
             (not attention and polynomial > 10**6, "more than a million features; lower --degree or --head-dim"),
+            (self.shard and (attention or self.wiring == "mac" or self.features == "exp"),
+             "--shard needs a memory with finite features, and another --wiring than mac"),
             (self.features == "sketch" and self.degree != 2, "--features sketch is of --degree 2"),
             (not attention and self.muon and self.features == "exp", "--features exp needs --no-muon: it is infinite"),
         ):
@@ -230,7 +234,7 @@ def check_input(x, state, kind, n_embd):
 
 class MemoryState(NamedTuple):
     """What a Memory carries from call to call."""
-    rule: omega.State                     # the memory itself
+    rule: omega.State | omega.Shards      # the memory itself
     conv: torch.Tensor                    # (B, 3, 3 H D), the last inputs of the convolution
 
 
@@ -271,7 +275,8 @@ class Memory(Module):
         self.gates = nn.Linear(d, H * sum(self.n_gates))
         self.phi = Features(c.features, c.head_dim, c.degree, c.sketch_dim)
         sizes = memory.shapes(c.memory, self.phi.out_dim, c.expansion * c.head_dim, c.head_dim)
-        self.M0 = nn.ParameterList(nn.Parameter(torch.zeros(H, *s)) for s in sizes)
+        make = lambda: nn.ParameterList(nn.Parameter(torch.zeros(H, *s)) for s in sizes)
+        self.M0, self.global_M0 = make(), make() if c.shard else ()
         self.norm = Norm(H, 1, c.head_dim)
         self.out_gate = nn.Linear(d, inner, bias=False)
         self.out = nn.Linear(inner, d, bias=False)
@@ -282,10 +287,11 @@ class Memory(Module):
         H, c = self.config.n_head, self.config
         if self.conv is not None:  # a channel begins with a mixture of four tokens of its own
             nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
-        for W in self.M0:  # x W as long as 2 phi(k), and little added to k  (choice 10)
-            last = 1.0 if c.memory_norm else 0.25
-            std = 0.0 if c.memory == "linear" else last if W is self.M0[-1] else 2.0
-            nn.init.normal_(W, std=std * self.M0[-1].shape[1] ** -0.5)
+        for M0 in (self.M0, self.global_M0):  # x W as long as 2 phi(k), and little added to k  (choice 10)
+            for W in M0:
+                last = 1.0 if c.memory_norm else 0.25
+                std = 0.0 if c.memory == "linear" else last if W is M0[-1] else 2.0
+                nn.init.normal_(W, std=std * M0[-1].shape[1] ** -0.5)
         nn.init.normal_(self.gates.weight, std=0.02)
         keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)       # 0.73 .. 0.998, by head  (choice 16)
         step, others = torch.full((H, 1), c.step_start), torch.zeros(H, sum(self.n_gates[2:]))   # 1/4 of its bound, 1/2
@@ -306,8 +312,12 @@ class Memory(Module):
 
     def start(self, x):
         """The state before the first token, for a batch of len(x) sequences."""
-        inner = omega.start(self.config.rule(), self.phi, list(self.M0), len(x), momentum=self.config.momentum)
-        return MemoryState(inner, x.new_zeros(len(x), self.conv_width - 1, self.qkv.out_features))
+        c, B = self.config, len(x)
+        inner = omega.start(c.rule(), self.phi, list(self.global_M0 or self.M0), B, momentum=c.momentum)
+        if c.shard:
+            kk = self.M0[0].new_zeros(B, c.n_head, c.head_dim, c.head_dim)
+            inner = omega.Shards(tuple(self.M0), inner, None, kk, 0)
+        return MemoryState(inner, x.new_zeros(B, self.conv_width - 1, self.qkv.out_features))
 
     def forward(self, x, state=None):
         """x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_input`."""
@@ -317,7 +327,8 @@ class Memory(Module):
             return x, state
         *qkv, gates, tail = self.project(x, state)
         with without_autocast(x):
-            y, inner = omega.omega(self.config.rule(), self.phi, *qkv, gates, state.rule)
+            run = partial(omega.shards, self.config.shard) if self.config.shard else omega.omega
+            y, inner = run(self.config.rule(), self.phi, *qkv, gates, state.rule)
         return self.finish(x, y), MemoryState(inner, tail)
 
     def project(self, x, state):
@@ -717,6 +728,8 @@ def probe(model, tokens):
         share       ()               |o - o'| / |o|: o is what the layer says, o' the same if its memory may not write
         mixing      (B, T, n_embd)   of mag and mac: the gate of the attention, sigmoid(norm(M(..)))
     """
+    if model.config.shard:
+        raise ValueError("what memories do in shards (--shard) is not watched")
     calls, found, T, bound = {}, [], tokens.shape[1], model.config.max_step
     layers = [block.mixer for block in model.blocks]
     handles = [m.register_forward_hook(lambda m, args, out: calls.setdefault(m, []).append((args, out)))

@@ -464,6 +464,64 @@ def windows(a, count, c, n):
     return torch.cat([a[:, i: i + count, : n - i * c] for i in range(more)], 2)
 
 
+# ---- shards (TNT, arXiv 2511.07343, Eq 5 - 7; not in ATLAS): local memories that need not wait for each other
+
+class Shards(NamedTuple):
+    """What `shards` carries from token to token."""
+    M0: tuple                             # where every local memory starts, matrices (H, in, out)
+    whole: State                          # of the global memory
+    local: State | None                   # of the shard in progress, if one is
+    kk: torch.Tensor                      # (B, H, D, D) the sum of k k^T since its first token
+    pos: int                              # its tokens so far
+
+
+def global_rule(rule, size, gates):
+    """That of the global memory: a chunk is a shard, with one Newton-Schulz. Its steps are as much smaller."""
+    whole = rule._replace(chunk=size, muon_every=size if rule.muon_every else 0)
+    return whole, gates._replace(step=gates.step * (rule.chunk / size))
+
+
+def projected(kq):
+    """The queries of a local memory: sum_s k_s (k_s . q), as long as a key, for it knows nothing but these keys."""
+    return F.normalize(kq, dim=-1, eps=1e-6)
+
+
+def shards_ref(size, rule, phi, q, k, v, gates, state):
+    """Token by token: a global memory V reads and writes all tokens, W those of a shard, of `size` tokens, from M0 on.
+
+        y_t = M(phi(q_t); V_t) + M(phi(q'_t); W_t),   q'_t = sum of k_s k_s^T q_t, over s <= t of the shard
+    """
+    ys, (M0, whole, local, kk, pos) = [], state
+    for q, k, v, *gate in zip(*(repeat(None) if a is None else a.split(1, 2) for a in (q, k, v, *gates))):
+        if not pos:
+            local, kk = start(rule, phi, M0, len(q), gates.momentum is not None), torch.zeros_like(kk)
+        kk, pos, (slow, few) = kk + k.mT @ k, (pos + 1) % size, global_rule(rule, size, Gates(*gate))
+        y, whole = omega_ref(slow, phi, q, k, v, few, whole)
+        z, local = omega_ref(rule, phi, projected(q @ kk), k, v, Gates(*gate), local)
+        ys.append(y + z)
+    return torch.cat(ys, 2), Shards(M0, whole, local if pos else None, kk if pos else torch.zeros_like(kk), pos)
+
+
+def shards(size, rule, phi, q, k, v, gates, state):
+    """The same, all shards side by side: they are sequences of a batch."""
+    M0, whole, local, kk, pos = state
+    slow, few = global_rule(rule, size, gates)
+    y, whole = omega(slow, phi, q, k, v, few, whole)
+    ys, B, runs = [], len(q), cuts(q.shape[2], pos, size, q.shape[2])
+    parts = (repeat(None) if a is None else a.split([c * n for c, n in runs], 2) for a in (q, k, v, *gates))
+    for (c, n), *part in zip(runs, *parts):                   # (B, H, n c, ..) -> (n B, H, c, ..)
+        q, k, v, *gate = (a if a is None else a.unflatten(2, (n, c)).movedim(2, 0).flatten(0, 1) for a in part)
+        if not pos:
+            local, kk = start(rule, phi, M0, n * B, gates.momentum is not None), torch.zeros_like(kk[:1])
+        kq = (q @ k.mT).tril() @ k + q @ kk
+        z, local = omega(rule, phi, projected(kq), k, v, Gates(*gate), local)
+        ys.append(z.unflatten(0, (n, B)).movedim(0, 2).flatten(2, 3))
+        kk, pos = kk + k.mT @ k, (pos + c) % size
+        if not pos:
+            local, kk = None, kk.new_zeros(B, *kk.shape[1:])
+    return y + torch.cat(ys, 2), Shards(M0, whole, local, kk, pos)
+
+
 # ---- `exp` features: phi* is infinite (Eq 22), but a memory is a sum of phi*(k_i)^T d_i, and here their coefficients
 
 def write_keys(rule, state, q, k, ks):

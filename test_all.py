@@ -373,6 +373,35 @@ def test_omega_is_omega_ref(case, monkeypatch):
         assert max(w.detach().norm(dim=(-2, -1)).max() for w in want[1].anchor) <= 1.001 * rule.ball
 
 
+@pytest.mark.parametrize("case", [
+    dict(window=1), dict(features="monomial", momentum=False, forget="start", T=7),
+    dict(muon_every=2, forget="start", memory="linear", features="monomial"), dict(memory="gated", chunk=16, T=15)],
+    ids=str)
+def test_shards(case):
+    """Local memories side by side are shards_ref, whole and in pieces, gradients too. Catches: a shard that goes on
+    from another, or writes into the next sequence; sums of k k^T that stay."""
+    rule, phi, x = problem(**dict(T=17, S0=False) | case)
+    size, names, M0 = 5, ("q", "k", "v", *Gates._fields), tuple(x[name] for name in x if name.startswith("M0"))
+    V0 = weights(rule.memory, phi.out_dim, 3, 3, 2)
+    leaves = [a.requires_grad_() for a in (*V0, *x.values(), *phi.parameters()) if a is not None]
+
+    def results(fn, *cuts):
+        first = start(omega.global_rule(rule, size, Gates(0, 0, 0, 0))[0], phi, V0, 2, x["momentum"] is not None)
+        state, ys = omega.Shards(M0, first, None, V0[0].new_zeros(2, 2, 3, 3), 0), []
+        for a, b in zip((0, *cuts), (*cuts, x["q"].shape[2])):
+            q, k, v, *gates = (None if x[name] is None else x[name][:, :, a:b] for name in names)
+            y, state = fn(size, rule, phi, q, k, v, Gates(*gates), state)
+            ys.append(y)
+        torch.manual_seed(1)
+        found = [torch.cat(ys, 2), state]
+        outer = sum((a * randn(*a.shape)).sum() for a in tensors(found))
+        return found + [torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True)]
+
+    want = results(omega.shards_ref)
+    for fn, *cuts in (omega.shards,), (omega.shards, 1, 3, 5, 6), (omega.shards_ref, 4):
+        close(results(fn, *cuts), want)
+
+
 def test_two_tokens_by_hand():
     """M(x) = x W of one number, W = 2. Token 1 (k 1, v 1, gate .5): g = .5 (2 - 1). Token 2 (k -1, v 2, gates .25, 1),
     in the same chunk: g = .25 (2 - 1) - (-2 - 2). Catches: decay after the write, a step inside S, gates in reverse."""
@@ -600,7 +629,8 @@ MODELS |= {
     "muon every token": ("atlas", dict(muon_every=1)), "chunk 1": ("atlas", dict(chunk=1)),
     "norm": ("atlas", dict(memory_norm=True)), "long window": ("atlas", dict(window=9)),
     "no persistent tokens": ("atlas", dict(wiring="mac", persistent=0)), "one head": ("titans", dict(n_head=1)),
-    "gated exp": ("dot", dict(memory="gated", keep=True)),
+    "gated exp": ("dot", dict(memory="gated", keep=True)), "shards": ("atlas", dict(shard=6)),
+    "shards-mag": ("titans", dict(shard=4, wiring="mag", max_norm=0.0)),
 }
 every_model = pytest.mark.parametrize("preset, more", MODELS.values(), ids=MODELS.keys())
 
@@ -701,7 +731,8 @@ BAD = [(dict(preset=preset, **more), word) for preset, more, word in (
     ("atlas", dict(n_head=5, head_dim=0), "--n-head"), ("atlas", dict(dropout=1.0), "--dropout"),
     ("atlas", dict(max_norm=math.nan), "--max-norm"), ("atlas", dict(features="exp"), "--no-muon"),
     ("swa", dict(wiring="mag"), "memory"), ("atlas", dict(wiring="mag", attn_window=0), "--attn-window"),
-    ("omeganet", dict(degree=30), "--degree"), ("omeganet", dict(features="sketch", degree=3), "--degree 2"))]
+    ("atlas", dict(shard=4, wiring="mac"), "--shard"), ("omeganet", dict(degree=30), "--degree"),
+    ("omeganet", dict(features="sketch", degree=3), "--degree 2"))]
 
 
 @pytest.mark.parametrize("more, word", BAD, ids=str)
@@ -1670,13 +1701,13 @@ def test_prompts_and_stop_texts(trained, tmp_path, capsys, monkeypatch):
 def test_curves(tmp_path, capsys, monkeypatch):
     """Catches a curve that is another column's, a run that is missing, a traceback where there is no run."""
     drawn = {}
-    keep = lambda path, lines, *axes: drawn.update({k: [list(a) for a in v] for k, v in lines.items()})
+    keep = lambda path, lines, *axes, **_: drawn.update({k: [list(a) for a in v] for k, v in lines.items()})
     monkeypatch.setattr(train, "picture", keep)
     for name in "ab":
         (tmp_path / name).mkdir()
-        (tmp_path / name / "log.csv").write_text("step,loss,val,lr\n1,3.5,,0.1\n2,2.5,3.25,0.2\n")
+        (tmp_path / name / "log.csv").write_text("step,loss,val,memory/share\n1,3.5,,\n2,2.5,3.25,0.5\n")
     assert train.main(["--plot", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert list(drawn.values()) == [[[1, 2], [3.5, 2.5]], [[2], [3.25]]] * 2
+    assert list(drawn.values()) == [[[1, 2], [3.5, 2.5]], [[2], [3.25]]] * 2 + [[[2], [0.5]]] * 2
     assert train.main(["--plot", str(tmp_path)]) == 2 and "log.csv" in capsys.readouterr().err
 
 
@@ -1882,8 +1913,8 @@ def test_bench_smoke(tmp_path, capsys):
     assert set(result) == {"argv", "machine", "records"} and {"device", "threads", "torch"} <= set(result["machine"])
     names = {part: [r.get("name") for r in result["records"] if r["part"] == part] for part in bench.PARTS}
     assert names["layer"] == ["omeganet", "transformer"] * 2 and names["step"] == ["omeganet", "transformer"]
-    assert len(names["rule"]) == 8 and len(names["decode"]) == 4 and names["peers"].count("ours") == 4
-    keys = dict(layer="MiB T", rule="MiB muon_every", step="parameters of_transformer", peers="MiB times_titans",
+    assert len(names["rule"]) == 10 and len(names["decode"]) == 4 and names["peers"].count("ours") == 4
+    keys = dict(layer="MiB T", rule="MiB muon_every shard", step="parameters of_transformer", peers="MiB times_titans",
                 decode="position ms_per_token state_bytes")
     for r in result["records"]:
         assert r["median_s"] > 0 and r["runs"] >= 3 and r["tokens_per_s"] > 0
@@ -2031,8 +2062,8 @@ def test_episodic_mistakes(tmp_path, monkeypatch, capsys, flags):
 
 ROOT = Path(omega.__file__).resolve().parent
 README, MORE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/README.md"))
-LINES = dict(memory=130, omega=490, muon=120, poly=110, models=760, train=655, data=490, eval=560, bench=340,
-             sample=90, episodic=350, test_all=2190)
+LINES = dict(memory=130, omega=550, muon=120, poly=110, models=765, train=655, data=490, eval=560, bench=350,
+             sample=90, episodic=350, test_all=2220)
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
 
 
@@ -2139,6 +2170,7 @@ MUTANTS = [                                                   # file, text (it i
     ("omega.py", "else P * torch.bmm(rows", "else torch.bmm(rows", "omega_is_omega_ref"),
     ("omega.py", "(seen >= missing)", "(seen >= 0)", "omega_is_omega_ref"),
     ("omega.py", "S, state.anchor if pos else W", "S, W", "omega_is_omega_ref"),
+    ("omega.py", "start(rule, phi, M0, n * B", "start(rule, phi, whole.M0 or M0, n * B", "test_shards"),
     ("omega.py", "torch.cat([r, (r @ keys.mT).exp()], -1)", "torch.cat([r, r @ keys.mT], -1)", "monomials_converge"),
     ("models.py", "1 - opened * (-keep)", "1 - (-keep)", "block_by_hand"),
     ("models.py", "torch.cat([before, qkv[:, -n:]], 1)[:, -n:]", "qkv[:, -n:]", "test_reading"),

@@ -122,8 +122,8 @@ def settings(given, old=None):
         tc, config = TrainConfig(**run), Config(**{**network, **{name: given[name] for name in given.keys() - ours}})
     except ValueError as fault:
         raise UserError(fault) from None
-    if tc.telemetry and config.mixer != "memory":
-        raise UserError(f"--telemetry: {tc.model} has no memory; drop the flag")
+    if tc.telemetry and (config.mixer != "memory" or config.shard):
+        raise UserError(f"--telemetry: {tc.model} has no memory, or one in shards; drop the flag")
     if not resume and "warmup" not in given:
         tc.warmup = min(tc.warmup, tc.steps // 10)
     return tc, config
@@ -545,21 +545,25 @@ def parse(argv=None):
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
     add = parser.add_argument_group("no run").add_argument
     add("--plot", nargs="+", metavar="OUT", default=argparse.SUPPRESS,
-        help="train nothing; draw the log.csv of these folders to curves.png in the first")
+        help="train nothing; draw the log.csv of these folders in the first: curves.png, of --telemetry share.png")
     return vars(parser.parse_args(argv))
 
 
 def plot(folders):
-    """Draws the losses of runs over their steps."""
-    lines = {}
+    """Draws the losses of runs over their steps, and what --telemetry saw of the memory's share."""
+    lines, shares = {}, {}
     for out in map(Path, folders):
         try:
             rows = list(csv.DictReader((out / "log.csv").open()))
             train_loss, val = ([(int(r["step"]), float(r[key])) for r in rows if r[key]] for key in ("loss", "val"))
             lines[f"{out}, training"], lines[f"{out}, validation"] = zip(*train_loss), zip(*val)
+            if share := [(int(r["step"]), float(r["memory/share"])) for r in rows if r.get("memory/share")]:
+                shares[str(out)] = zip(*share)
         except (OSError, KeyError, ValueError) as fault:
             raise UserError(f"cannot read {out / 'log.csv'}: {fault}; give --plot folders of runs") from None
     picture(Path(folders[0], "curves.png"), lines, "step", "loss [nats/token]")
+    if shares:
+        picture(Path(folders[0], "share.png"), shares, "step", "share of what the memory wrote", log="y")
 
 
 def join(device, passes):
