@@ -423,7 +423,7 @@ def picture(path, lines, x, y, log="", level=None):
     ax.set(xlabel=x, ylabel=y)
     for axis in log:
         getattr(ax, f"set_{axis}scale")("log", base=2)
-        getattr(ax, f"{axis}axis").set_major_formatter("{x:,.0f}")
+        getattr(ax, f"{axis}axis").set_major_formatter("{x:,g}")
     ax.grid(alpha=0.3)
     figure.legend(loc="outside upper center", fontsize=8, ncols=2 if len(lines) > 1 else 1)
     with replacing(Path(path)) as temporary:
