@@ -205,13 +205,8 @@ class Tokenizer:
         return int(self.lengths[ids[1:]].sum()) / (len(ids) - 1)
 
     def state(self):
-        """All that tokenizer_from_state needs, in plain types: torch.load(weights_only=True) reads it back."""
+        """The arguments that make it again, in plain types: torch.load(weights_only=True) reads them back."""
         return {"kind": self.kind, "tokens": self.tokens}
-
-
-def tokenizer_from_state(state):
-    """The inverse of Tokenizer.state, without network. Raises KeyError, TypeError or ValueError for anything else."""
-    return Tokenizer(state["kind"], state["tokens"])
 
 
 def make_tokenizer(kind, text, bpe_size=1024):
@@ -364,8 +359,6 @@ def needle(batch, n_pairs, seq_len, generator, symbols=16):
         tokens     1    1    6    7    1    1    4    9    4    0    6    0
         targets -100 -100 -100 -100 -100 -100 -100 -100    9 -100    7 -100
     """
-    if not (1 <= n_pairs <= symbols and 4 * n_pairs <= seq_len):
-        raise UserError(f"needle needs 1 <= n_pairs <= symbols, seq_len / 4, not {n_pairs=}, {symbols=}, {seq_len=}")
     n = seq_len - 2 * n_pairs
     slot = distinct(batch, n_pairs, n - n_pairs, generator)
     place = slot + slot.argsort(-1).argsort(-1)                 # one further for each pair that stands before it
@@ -388,8 +381,6 @@ def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
         tokens     2    1    3    0    2    5    3    2    1    3    7   11    9    0    2    5
         targets -100 -100 -100 -100 -100 -100 -100 -100    3 -100 -100 -100 -100 -100    5    3
     """
-    if not 1 <= n_keys <= symbols ** motif:
-        raise UserError(f"recall needs 1 <= n_keys <= symbols^motif, not {n_keys=}, {symbols=}, {motif=}")
     n, at = seq_len // (motif + 1) + 1, torch.arange(motif)     # n pairs are enough, were all values one token
     keys = distinct(batch, n_keys, symbols ** motif, generator)[..., None] // symbols ** at % symbols
     values = torch.randint(symbols, 2 * symbols, keys.shape, generator=generator)
@@ -411,8 +402,6 @@ def compression(batch, n_tokens, generator, symbols=15):
         tokens     1    0    4    3    5    6    7    8    9
         targets -100 -100 -100 -100 -100    1    0    4    3
     """
-    if n_tokens < 1:
-        raise UserError(f"compression needs 1 <= n_tokens, not {n_tokens=}")
     x = torch.randint(symbols, (batch, n_tokens), generator=generator)
     ask = symbols + torch.arange(n_tokens + 1).expand(batch, -1)
     return torch.cat([x, ask], 1), torch.cat([torch.full_like(ask, -100), x], 1)
@@ -425,8 +414,6 @@ def memorization(batch, seq_len, generator, symbols=127, seed=0):
         tokens     3    8    0    8    3    8    1    8
         targets -100    6 -100    4 -100    6 -100    5
     """
-    if seq_len < 2 or seq_len % 2:
-        raise UserError(f"memorization needs an even seq_len, not {seq_len=}")
     values = symbols + torch.randperm(symbols, generator=torch.Generator().manual_seed(seed))
     keys = torch.randint(symbols, (batch, seq_len // 2), generator=generator)
     insert, nothing = torch.full_like(keys, 2 * symbols), torch.full_like(keys, -100)
@@ -439,8 +426,7 @@ def selective_copying(batch, n_tokens, seq_len, generator, symbols=14):
         tokens     4    3    0    3    4    4    5    4    4    4
         targets -100 -100 -100 -100 -100 -100 -100    3    0    3
     """
-    if not 1 <= n_tokens <= (n := seq_len - n_tokens - 1):
-        raise UserError(f"selective_copying needs 1 <= n_tokens <= (seq_len - 1) / 2, not {n_tokens=}, {seq_len=}")
+    n = seq_len - n_tokens - 1
     x = torch.randint(symbols, (batch, n_tokens), generator=generator)
     place = distinct(batch, n_tokens, n, generator).sort(-1).values
     tokens = torch.full((batch, seq_len), symbols).scatter_(1, place, x)

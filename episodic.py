@@ -73,11 +73,8 @@ def settings(given, old=None):
     task = was.get("task", given.get("task", "episodes"))
     run = {**RUNS[task], **{k: a for k, a in was.items() if k not in train.LAUNCH}, **given}
     network = old["config"] if old else {**NETWORKS[task], **PRESETS[run["model"]]}
-    try:
-        config = Config(**{**network, **{k: a for k, a in given.items() if k not in ours}})
-        tc = Settings(**{k: a for k, a in run.items() if k in ours})
-    except ValueError as fault:
-        raise UserError(fault) from None
+    config = Config(**{**network, **{k: a for k, a in given.items() if k not in ours}})
+    tc = Settings(**{k: a for k, a in run.items() if k in ours})
     if not (tc.modulus % 2 and tc.arithmetic <= 1 and 0 < tc.share < 1 and (tc.seq_len > 5 or tc.task == "grok")):
         raise UserError("--modulus is odd, --arithmetic at most 1, --share in (0, 1), --seq-len of episodes at least 6")
     return tc, config

@@ -37,14 +37,6 @@ from data import UserError
 from train import Halt, at_least, picture, say
 
 
-def configure(preset, **overrides):
-    """models.configure, whose complaints are the user's mistakes here."""
-    try:
-        return models.configure(preset, **overrides)
-    except ValueError as fault:
-        raise UserError(str(fault)) from None
-
-
 # ---- a checkpoint and its text
 
 def load(path, device, no_write=False):
@@ -222,7 +214,7 @@ def variant(name, args, **more):
         except ValueError:
             raise UserError(f"--model {name}: {value!r} is no {kinds[key].__name__}") from None
     steps, lr = given.pop("steps", args.steps), given.pop("lr", args.lr)
-    return configure(preset, **{**SMALL, **args.config, **more, **given}), steps, lr
+    return models.configure(preset, **{**SMALL, **args.config, **more, **given}), steps, lr
 
 
 @torch.no_grad()
@@ -424,7 +416,7 @@ def one_pass(layer, rule, momentum, k, v):
 def online_layer(args, device, **more):
     """A memory of the flags, and of PLAIN."""
     torch.manual_seed(args.seeds[0])
-    layer = models.Memory(configure("atlas", **{**PLAIN, **more, **args.config})).to(device)
+    layer = models.Memory(models.configure("atlas", **{**PLAIN, **more, **args.config})).to(device)
     if layer.config.features == "exp":
         raise UserError("--features exp has no weights to read back; take none, monomial, elementwise or sketch")
     return layer

@@ -30,6 +30,10 @@ WIRINGS = ("lmm", "mag", "mal", "mac")
 
 # ---- configuration
 
+class ConfigError(ValueError):
+    """A setting that cannot be, told in one line; train.exit_code prints it."""
+
+
 def opt(default, help, choices=None, low=0):
     """A field of Config or train.TrainConfig: `help` is its flag's, `low` the least number, for `check`."""
     return field(default=default, metadata=dict(help=help, choices=choices, low=low))
@@ -46,11 +50,11 @@ def check(config):
         value, choices, low = getattr(config, f.name), f.metadata["choices"], f.metadata["low"]
         kind = (int, float) if f.type is float else f.type
         if not isinstance(value, kind) or isinstance(value, bool) != (f.type is bool):
-            raise ValueError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
+            raise ConfigError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
         if f.type in (int, float) and not low <= value < math.inf:               # false for nan, too
-            raise ValueError(f"{flag(f.name)} must be at least {low}, not {value}")
+            raise ConfigError(f"{flag(f.name)} must be at least {low}, not {value}")
         if choices and value not in choices:
-            raise ValueError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
+            raise ConfigError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
 
 
 @dataclass
@@ -97,7 +101,7 @@ class Config:
     def __post_init__(self):
         check(self)
         if not self.head_dim and self.n_embd % self.n_head:
-            raise ValueError(f"--n-embd {self.n_embd} must be a multiple of --n-head {self.n_head}, or give --head-dim")
+            raise ConfigError(f"--n-embd {self.n_embd} is no multiple of --n-head {self.n_head}; give --head-dim")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         try:
             floors = [float(f) for f in self.gate_floor.split(",")]
@@ -121,7 +125,7 @@ class Config:
             (not attention and self.muon and self.features == "exp", "--features exp needs --no-muon: it is infinite"),
         ):
             if fault:
-                raise ValueError(message)
+                raise ConfigError(message)
 
     def rule(self):
         """The same for omega.py: `muon_every` is at most `chunk`, and 0 without Newton-Schulz."""
@@ -171,13 +175,10 @@ SIZES = {
 
 
 def configure(preset="atlas", size="tiny", **overrides):
-    """Config's defaults < a size < a preset < `overrides` (fields of Config) -> Config. ValueError for unknown ones."""
+    """Config's defaults < a size < a preset < `overrides` (fields of Config) -> Config."""
     for name, known in ((preset, PRESETS), (size, SIZES)):
         if name not in known:
-            raise ValueError(f"unknown model or size {name!r}; choose one of {', '.join(known)}")
-    unknown = set(overrides) - {f.name for f in fields(Config)}
-    if unknown:
-        raise ValueError(f"unknown field {', '.join(sorted(unknown))}; see models.Config")
+            raise ConfigError(f"unknown model or size {name!r}; choose one of {', '.join(known)}")
     return Config(**{**SIZES[size], **PRESETS[preset], **overrides})
 
 
@@ -214,22 +215,10 @@ def without_autocast(x):
     return torch.autocast(x.device.type, enabled=False) if there else nullcontext()
 
 
-class Module(nn.Module):
-    """All modules here that are made of a Config. TypeError for anything else, as a dict."""
-
-    def __init__(self, config):
-        super().__init__()
-        if not isinstance(config, Config):
-            raise TypeError(f"{type(self).__name__} takes a Config, not {config!r}; models.configure makes one")
-        self.config = config
-
-
-def check_input(x, state, kind, n_embd):
-    """ValueError if a layer's x is not (B >= 1, T, n_embd), or if its state is of another kind."""
-    if x.dim() != 3 or not len(x) or x.shape[2] != n_embd:
-        raise ValueError(f"a layer reads (B, T, {n_embd}), not {tuple(x.shape)}; one sequence is x[None]")
-    if state is not None and not isinstance(state, kind):
-        raise ValueError(f"this layer goes on from {kind.__name__}, not from {type(state).__name__}")
+def check_input(x, n_embd):
+    """ValueError if a layer's x is not (B >= 1, T >= 1, n_embd)."""
+    if x.dim() != 3 or not x.numel() or x.shape[2] != n_embd:
+        raise ValueError(f"a layer reads (B, T >= 1, {n_embd}), not {tuple(x.shape)}; one sequence is x[None]")
 
 
 class MemoryState(NamedTuple):
@@ -253,7 +242,7 @@ def unit(x):
     return F.normalize(x, dim=-1, eps=1e-6)
 
 
-class Memory(Module):
+class Memory(nn.Module):
     """The layer that learns at test time (Figure 3, right).
 
         x --+-- qkv -- short_conv, SiLU --+-- q, k -- unit length -- phi --+
@@ -267,7 +256,8 @@ class Memory(Module):
     conv_width = 4
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__()
+        self.config = config
         c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
         self.qkv = nn.Linear(d, 3 * inner, bias=False)
         self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
@@ -321,10 +311,8 @@ class Memory(Module):
 
     def forward(self, x, state=None):
         """x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_input`."""
-        check_input(x, state, MemoryState, self.config.n_embd)
+        check_input(x, self.config.n_embd)
         state = state or self.start(x)
-        if not x.shape[1]:
-            return x, state
         *qkv, gates, tail = self.project(x, state)
         with without_autocast(x):
             run = partial(omega.shards, self.config.shard) if self.config.shard else omega.omega
@@ -386,14 +374,15 @@ def rope(x, pos):
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-class Attention(Module):
+class Attention(nn.Module):
     """Causal softmax attention, full or with a sliding window: RoPE, normalised queries and keys. The baseline.
 
     The window counts the token itself. `prefix` tokens have no position; every token sees them, however far behind.
     """
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__()
+        self.config = config
         inner = config.n_head * config.head_dim
         self.qkv = nn.Linear(config.n_embd, 3 * inner, bias=False)
         self.q_norm, self.k_norm = Norm(config.head_dim), Norm(config.head_dim)
@@ -410,9 +399,7 @@ class Attention(Module):
 
     def forward(self, x, state=None, prefix=None):
         """x (B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState."""
-        check_input(x, state, AttentionState, self.config.n_embd)
-        if not x.shape[1]:
-            return x, state
+        check_input(x, self.config.n_embd)
         w, pos = self.config.attn_window, state.pos if state else 0
         q, k, v = self.project(x)
         q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)                              # choice 17
@@ -456,7 +443,7 @@ def floor(config, done=1.0):
     return floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
 
 
-class Wiring(Module):
+class Wiring(nn.Module):
     """Memory and attention together, with persistent tokens p, after Titans (section 4, and its equation numbers).
 
     M(..) learns as it reads. M*(..) only reads, the memory at the segment's start. SWA is attention with a sliding
@@ -468,7 +455,8 @@ class Wiring(Module):
     """
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__()
+        self.config = config
         self.attention = Attention(config)
         self.memory = Memory(config)
         self.persistent = nn.Parameter(torch.zeros(config.persistent, config.n_embd)) if config.persistent else None
@@ -484,9 +472,9 @@ class Wiring(Module):
 
     def forward(self, x, state=None):
         """x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. ValueError as `check_input`."""
-        check_input(x, state, WiringState, self.config.n_embd)
-        state, self.undecided = state or WiringState(None, None, ()), []
-        return getattr(self, self.config.wiring)(x, state) if x.shape[1] else (x, state)
+        check_input(x, self.config.n_embd)
+        self.undecided = []
+        return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()))
 
     def remember(self, x, state):
         """M(p | x): the persistent tokens come first, once -> what is read, the state, how many of them came now."""
@@ -551,11 +539,11 @@ class Wiring(Module):
         return self.gated(y, m), WiringState(inner, AttentionState(ks, vs, pos + T), frozen)     # Titans Eq 25
 
 
-class SwiGLU(Module):
+class SwiGLU(nn.Module):
     """silu(x Gate) * (x Up) Out, the second half of a block (Shazeer 2020): (.., n_embd) -> (.., n_embd)."""
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__()
         hidden = config.mlp_hidden or -(-config.n_embd * 8 // 3 // 16) * 16
         self.gate = nn.Linear(config.n_embd, hidden, bias=False)
         self.up = nn.Linear(config.n_embd, hidden, bias=False)
@@ -565,11 +553,11 @@ class SwiGLU(Module):
         return self.out(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(Module):
+class Block(nn.Module):
     """x + mixer(norm(x)), then x + SwiGLU(norm(x))."""
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__()
         self.norm1, self.norm2 = Norm(config.n_embd), Norm(config.n_embd)
         mixer = Attention if config.mixer == "attention" else Memory if config.wiring == "lmm" else Wiring
         self.mixer = mixer(config)
@@ -584,11 +572,12 @@ class Block(Module):
 
 # ---- the language model
 
-class LM(Module):
+class LM(nn.Module):
     """A language model: tokens (B, T) -> logits (B, T, vocab_size). Every layer's state comes out and can go in."""
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__()
+        self.config = config
         self.remat = False                                    # train.py's --remat: backward computes each block again
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -597,17 +586,13 @@ class LM(Module):
         self.init()
 
     def init(self):
-        """Starting values of all parameters and buffers: also of a model made on the meta device, after to_empty."""
+        """Starting values."""
         if self.config.tie:
             self.head.weight = self.embed.weight
         for name, m in self.named_modules():
             if isinstance(m, nn.Linear):
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith(".out") else 1.0
                 nn.init.normal_(m.weight, std=scale * m.in_features ** -0.5)
-            elif isinstance(m, Norm):
-                nn.init.ones_(m.weight)
-            elif isinstance(m, Features):
-                m.init()
         nn.init.normal_(self.embed.weight, std=0.02 if self.config.tie else 1.0)
         for m in self.modules():
             if isinstance(m, (Memory, Wiring)):
@@ -616,18 +601,13 @@ class LM(Module):
     def forward(self, tokens, state=None):
         """tokens (B, T), state from an earlier call or None -> logits (B, T, vocab_size), state after the last token.
 
-        Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape, and
-        for the state of another model.
+        Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape.
         """
-        check_tokens(tokens)
-        state = state or [None] * len(self.blocks)
-        if len(state) != len(self.blocks):
-            raise ValueError(f"the state is of {len(state)} layers, the model has {len(self.blocks)}")
         x = self.embed(tokens)
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
         states, remat = [], self.remat and torch.is_grad_enabled()
-        for block, s in zip(self.blocks, state):
+        for block, s in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
             x, s = checkpoint(block, x, s, use_reentrant=False) if remat else block(x, s)
             states.append(s)
         return self.head(self.norm(x)), tuple(states)
@@ -637,10 +617,6 @@ class LM(Module):
 
         With `polarise` it also holds that many times how undecided the mixing gates are.
         """
-        check_tokens(tokens)
-        check_tokens(targets, "targets")
-        if targets.shape != tokens.shape:
-            raise ValueError(f"targets {tuple(targets.shape)} are not of the shape of tokens {tuple(tokens.shape)}")
         logits = at_least_float32(self(tokens)[0])
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         if self.config.polarise:
@@ -664,9 +640,6 @@ class LM(Module):
         Each token costs the same, as long as the state does not grow (`holds_all`).
         ValueError, at the first token, for an empty prompt, or a temperature, top_k or top_p below 0.
         """
-        check_tokens(tokens)
-        if not tokens.numel():
-            raise ValueError("a prompt has at least one token; to begin with nothing, give that of a newline")
         if min(temperature, top_k, top_p) < 0:
             raise ValueError(f"temperature, top_k and top_p are at least 0, not {temperature}, {top_k}, {top_p}")
         for _ in range(max_new_tokens):
@@ -676,13 +649,6 @@ class LM(Module):
                 token = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
                 tokens = token[:, None]
             yield token.clone()                               # out here it is a tensor like any other
-
-
-def check_tokens(tokens, name="tokens"):
-    """ValueError if tokens are not a tensor (B, T)."""
-    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2:
-        what = tuple(tokens.shape) if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-        raise ValueError(f"{name} are a tensor (B, T), not {what}; one sequence is torch.tensor([[1, 2, 3]])")
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -728,17 +694,13 @@ def probe(model, tokens):
         share       ()               |o - o'| / |o|: o is what the layer says, o' the same if its memory may not write
         mixing      (B, T, n_embd)   of mag and mac: the gate of the attention, sigmoid(norm(M(..)))
     """
-    if model.config.shard:
-        raise ValueError("what memories do in shards (--shard) is not watched")
     calls, found, T, bound = {}, [], tokens.shape[1], model.config.max_step
     layers = [block.mixer for block in model.blocks]
     handles = [m.register_forward_hook(lambda m, args, out: calls.setdefault(m, []).append((args, out)))
                for layer in layers for m in (layer, *layer.children())]
-    try:
-        model(tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
+    model(tokens)
+    for handle in handles:
+        handle.remove()
     for layer in layers:
         inside = getattr(layer, "memory", layer)              # of a Wiring; mac calls it once a segment
         (x, *_), (o, _) = calls[layer][0]

@@ -104,14 +104,6 @@ def total(state):
     return tuple(a + b for a, b in zip(M0, state.W)) if M0 else state.W
 
 
-def check(rule, phi, gates, state):
-    """ValueError for what cannot go together."""
-    if phi.kind == "exp" and rule.muon_every:
-        raise ValueError("exp features have no finite weights for Newton-Schulz; take muon_every = 0")
-    if bool(state.S) != (gates.momentum is not None):
-        raise ValueError("of the state and the gates one has momentum and the other has none")
-
-
 # ---- the definition
 
 def omega_ref(rule, phi, q, k, v, gates, state):
@@ -120,7 +112,6 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     q, k, v (B, H, T >= 1, D), gates and state as in their classes -> y (B, H, T, D), state. It is slow.
     ValueError for `exp` features, of which no phi(x) can be written out.
     """
-    check(rule, phi, gates, state)
     pos, held = state.pos, state.k.shape[2]                   # tokens from before these
 
     def one(M0, before, xq, q, xs, ks, vs, gates):
@@ -387,9 +378,6 @@ AT_ONCE = 12_000_000  # numbers of phi(q) in a run: the memory that a long text 
 
 def omega(rule, phi, q, k, v, gates, state):
     """The rule, chunk-parallel (Eq 16, 39, 40): as `omega_ref`, for any T, with `exp` features, too."""
-    check(rule, phi, gates, state)
-    if not q.shape[2]:
-        return v, state
     E = phi.out_dim if phi.kind != "exp" else phi.dim + state.keys.shape[2] + q.shape[2]
     at_once = max(1, AT_ONCE // max(1, q.shape[:2].numel() * E * rule.chunk))
     runs, ys = cuts(q.shape[2], state.pos, rule.chunk, at_once), []

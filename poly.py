@@ -48,32 +48,17 @@ def monomials(x, exponents, scale=1):
 
 
 class Features(nn.Module):
-    """phi: (.., dim) -> (.., out_dim), with a learned scale s_i of each degree, at first 1 / sqrt(i!).
-
-    ValueError for an unknown kind.
-    """
+    """phi: (.., dim) -> (.., out_dim), with a learned scale s_i of each degree, at first 1 / sqrt(i!)."""
 
     def __init__(self, kind, dim, degree=2, sketch_dim=0, seed=0):
         super().__init__()
-        if kind not in FEATURES:
-            raise ValueError(f"unknown features {kind!r}; choose one of {', '.join(FEATURES)}")
         self.kind, self.dim, self.degree = kind, dim, degree
         self.out_dim = features_dim(kind, dim, degree, sketch_dim)
         if kind in ("elementwise", "monomial", "sketch"):
-            self.scale = nn.Parameter(torch.zeros(degree + 1))
-        if kind == "sketch":
-            self.seed = seed
-            self.register_buffer("sketch", torch.zeros(2, dim, sketch_dim))
-        self.init()
-
-    def init(self):
-        """Starting values of the scales, and the sketch, which is the same for each seed and saved with the model."""
-        if hasattr(self, "scale"):
-            with torch.no_grad():
-                self.scale.copy_(torch.tensor([math.factorial(i) ** -0.5 for i in range(self.degree + 1)]))
-        if self.kind == "sketch":
-            drawn = torch.randn(self.sketch.shape, generator=torch.Generator().manual_seed(self.seed))
-            self.sketch.copy_(drawn / self.sketch.shape[-1] ** 0.25)
+            self.scale = nn.Parameter(torch.tensor([math.factorial(i) ** -0.5 for i in range(degree + 1)]))
+        if kind == "sketch":                                  # the same for each seed, and saved with the model
+            drawn = torch.randn(2, dim, sketch_dim, generator=torch.Generator().manual_seed(seed))
+            self.register_buffer("sketch", drawn / sketch_dim ** 0.25)
 
     def forward(self, x):
         """phi(x): (.., dim) -> (.., out_dim). ValueError for `exp`, which has no finite one."""

@@ -1,14 +1,13 @@
 """sample.py - let a trained model write. Its memory goes on learning from what it reads and writes.
 
     python sample.py --prompt "ROMEO:" --tokens 500
-    python sample.py --ckpt runs/a/best.pt --prompt-file letter.txt --temperature 0.7 --top-p 0.9 --num 3
-    cat letter.txt | python sample.py --prompt - --stop "THE END"
+    python sample.py --ckpt runs/a/best.pt --temperature 0.7 --top-p 0.9 --num 3
+    python sample.py --prompt - --stop "THE END" < letter.txt
 
 A state has a constant size (except with full attention or exp features), so a new token costs the same after a long
 text. The texts go to stdout as they are generated, a line of dashes between two of them; everything else to stderr.
 """
 import sys
-from pathlib import Path
 
 import torch
 
@@ -20,9 +19,7 @@ def parse(argv=None):
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument("--prompt", default="", help="text to go on from; - reads stdin; empty starts from a newline")
-    start.add_argument("--prompt-file", metavar="FILE", help="the same from a UTF-8 file")
+    add("--prompt", default="", help="text to go on from; - reads stdin; empty starts from a newline")
     add("--tokens", type=at_least(int, 0), default=500, metavar="N", help="tokens to write [500]")
     add("--temperature", type=at_least(float, 0), default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
     add("--top-k", type=at_least(int, 0), default=0, metavar="N", help="draw from the N likeliest tokens; 0: all [0]")
@@ -36,15 +33,10 @@ def parse(argv=None):
     return parser.parse_args(argv)
 
 
-def read_prompt(args):
-    """The prompt from --prompt, --prompt-file or stdin."""
-    if args.prompt != "-" and args.prompt_file is None:
-        return args.prompt
+def read_prompt(prompt):
+    """The prompt itself, or for - what stdin holds."""
     try:
-        raw = sys.stdin.buffer.read() if args.prompt_file is None else Path(args.prompt_file).read_bytes()
-        return raw.decode("utf-8-sig")                        # line ends as they are
-    except OSError as fault:
-        raise UserError(f"cannot read the prompt {fault.filename}: {fault.strerror}; check the path") from None
+        return sys.stdin.buffer.read().decode("utf-8-sig") if prompt == "-" else prompt      # line ends as they are
     except UnicodeDecodeError as fault:
         raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first") from None
 
@@ -64,7 +56,7 @@ def until(stop, pieces):
 
 
 def speak(args):
-    prompt, device = read_prompt(args), setup(args.device, args.threads)
+    prompt, device = read_prompt(args.prompt), setup(args.device, args.threads)
     ckpt = load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
     model.to(device)

@@ -210,7 +210,7 @@ def test_phi_kernel(dim, degree):
 
 
 def test_phi_one_by_one():
-    """Catches: a shortcut that is not phi phi^T, 1 / i! where its root belongs, unknown names that pass for none."""
+    """Catches: a shortcut that is not phi phi^T, 1 / i! where its root belongs."""
     x, y = unit(2, 5, 4), unit(2, 6, 4)
     for kind in ("none", "elementwise", "monomial", "sketch"):
         phi = make_phi(kind, 4)
@@ -219,9 +219,8 @@ def test_phi_one_by_one():
     close(powers(x), sum(s * x ** i for i, s in enumerate(powers.scale)))
     close([Features("none", 4)(x), Features("exp", 4).inner(x, y)], [x, (x @ y.mT).exp()])
     close(Features("monomial", 4, 7).double().inner(x, y), (x @ y.mT).exp(), 1e-4)
-    for call in (lambda: Features("polynomial", 3), lambda: Features("exp", 4)(x)):
-        with pytest.raises(ValueError):
-            call()
+    with pytest.raises(ValueError):
+        Features("exp", 4)(x)
 
 
 def test_sketch_is_right_on_average():
@@ -359,7 +358,7 @@ def test_omega_is_omega_ref(case, monkeypatch):
 
     before, want = [a.detach().clone() for a in leaves], results(omega_ref)
     close(results(omega.omega), want)
-    close(results(omega.omega, (0, T // 3, T // 3, T - 1)), want)
+    close(results(omega.omega, sorted({T // 3, T - 1} - {0})), want)
     with torch.no_grad():
         close(play(omega.omega, rule, phi, x, range(1, T)), want[:2])
         mixed = [omega.omega, omega_ref, omega.omega][:min(3, T)]
@@ -495,7 +494,7 @@ def test_monomials_converge_to_exp(kind, loss, forget):
         y = play(fn, rule, phi, x, cuts)[0]
         return torch.cat([a.flatten() for a in (y, *torch.autograd.grad(y.square().mean(), leaves))])
     y = results(omega.omega, phi, x)
-    for cuts in ((3, 6), (1, 5, 5, 8), range(1, 9)):
+    for cuts in ((3, 6), (1, 5, 8), range(1, 9)):
         close(results(omega.omega, phi, x, cuts), y)
     for degree in (1, 4, 14):
         taylor = Features("monomial", 2, degree).double()
@@ -506,18 +505,6 @@ def test_monomials_converge_to_exp(kind, loss, forget):
 
 
 # ---- omega.py: where it could break
-
-def test_what_cannot_go_together():
-    """Catches: S_0 read as another matrix where the gates have no momentum; Newton-Schulz of coefficients."""
-    (rule, _, x), (_, _, without) = problem(S0=False), problem(momentum=False)
-    state, q = play(omega.omega, rule, Features("none", 3), x)[1], [x[name] for name in "qkv"]
-    for fn in (omega.omega, omega_ref):
-        for S, y in ((state.S, without), ((), x)):
-            with pytest.raises(ValueError, match="momentum"):
-                fn(rule, Features("none", 3), *q, Gates(*(y[n] for n in Gates._fields)), state._replace(S=S))
-        with pytest.raises(ValueError, match="exp"):
-            play(fn, rule._replace(muon_every=2), Features("exp", 3), x)
-
 
 @pytest.mark.parametrize("muon_every", [0, 8])
 def test_extreme_gates(muon_every, monkeypatch):
@@ -638,13 +625,13 @@ every_model = pytest.mark.parametrize("preset, more", MODELS.values(), ids=MODEL
 @every_model
 @torch.no_grad()
 def test_reading(preset, more):
-    """In pieces, token by token, with empty pieces: the whole. Causal. Rows independent. A state of bounded size.
+    """In pieces, token by token: the whole. Causal. Rows independent. A state of bounded size.
     Catches: a cache that forgets, repeats, shifts or holds the prompt; the end's memory read at every token, padding on
     both sides, M*(x) of later tokens (four ports leak); one memory for the whole batch."""
     model, x = shaken(small(preset, **more)), tokens(1, 10).repeat(10, 1)
     y = (x + torch.eye(10, dtype=torch.long)) % 11            # row j has another token j
     (logits, _), (changed, end) = model(x), model(y)
-    for cuts in ((0, 3, 3, 8), tuple(range(1, 10))):
+    for cuts in ((3, 8), tuple(range(1, 10))):
         state, out = None, []
         for piece in y.tensor_split(cuts, 1):
             piece, state = model(piece, state)
@@ -680,10 +667,10 @@ def test_every_parameter_learns(preset, more):
 
 @every_model
 @torch.no_grad()
-def test_no_tokens_on_any_device(preset, more):
-    """T = 0 first, in between and last. Catches: what only a CPU's branch can do; numbers read back by the host."""
+def test_any_device(preset, more):
+    """Catches: what only a CPU's branch can do; numbers read back by the host."""
     model, state = small(preset, **more).to("meta"), None
-    for T in (0, 1, 0):
+    for T in (1, 9):
         logits, state = model(torch.zeros(2, T, dtype=torch.long, device="meta"), state)
         assert logits.shape == (2, T, 11)
     assert models.state_bytes(state) > 0
@@ -725,7 +712,7 @@ def test_config_reaches_the_rule():
 
 
 BAD = [(dict(preset=preset, **more), word) for preset, more, word in (
-    ("altas", {}, "atlas"), ("atlas", dict(size="340M"), "340m"), ("atlas", dict(windw=3), "windw"),
+    ("altas", {}, "atlas"), ("atlas", dict(size="340M"), "340m"),
     ("atlas", dict(window=0), "--window"), ("atlas", dict(window="8"), "--window"), ("atlas", dict(n_layer=2.0), "int"),
     ("atlas", dict(n_layer=True), "int"), ("atlas", dict(memory="cubic"), "gated"), ("swa", dict(head_dim=7), "even"),
     ("atlas", dict(n_head=5, head_dim=0), "--n-head"), ("atlas", dict(dropout=1.0), "--dropout"),
@@ -745,21 +732,15 @@ def test_bad_configurations(more, word):
 
 def test_bad_arguments():
     """Catches: an AttributeError or a riddle about sizes from inside, where the caller's mistake should be named."""
-    model, other, x, hidden = small("omeganet"), small("swa"), tokens(2, 6), torch.randn(2, 6, 16)
+    model, x, hidden = small("omeganet"), tokens(2, 6), torch.randn(2, 6, 16)
     state, layer, first = model(x)[1], model.blocks[0].mixer, lambda *args, **how: next(model.generate(*args, **how))
     for word, f, *args in (
-        (r"\(B, T\)", first, [1, 2], 3), (r"\(B, T\)", first, x[0], 3), ("at least one token", first, x[:, :0], 3),
-        ("at least 0", first, x, 3, -1.0), ("at least 0", first, x, 3, 1.0, -1), (r"\(B, T\)", model, x[0]),
-        (r"\(B, T\)", model.loss, [[1, 2]], [[2, 3]]), ("targets", model.loss, x, x[:, 1:]),
-        ("targets", model.loss, x, x.tolist()), ("2 layers", model, x, state * 2),
-        ("AttentionState", model, x, other(x)[1]), ("MemoryState", other, x, state),
-        (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]),
+        (r"\(B, T >= 1", first, x[0], 3), (r"\(B, T >= 1", first, x[:, :0], 3), (r"\(B, T >= 1", model, x[0]),
+        ("at least 0", first, x, 3, -1.0), ("at least 0", first, x, 3, 1.0, -1), ("target", model.loss, x, x[:, 1:]),
+        ("longer", model, x, state * 2), (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]),
     ):
         with pytest.raises(ValueError, match=word):
             f(*args)
-    for kind in (models.Memory, models.Attention, models.Wiring, models.LM):
-        with pytest.raises(TypeError, match="Config"):
-            kind({"n_embd": 16})
 
 
 # ---- models.py: parts of layers
@@ -1109,7 +1090,7 @@ def test_tokenizer_round_trip(monkeypatch, gpt2, kind, size):
     ids = t.encode(TEXT)
     monkeypatch.setattr(tiktoken, "get_encoding", None)
     torch.save(t.state(), file := io.BytesIO())
-    again = data.tokenizer_from_state(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    again = data.Tokenizer(**torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     assert again.vocab_size == size and again.state() == t.state() and np.array_equal(again.encode(TEXT), ids)
     assert t.decode(torch.tensor(ids)) == again.decode(ids.tolist()) == TEXT and t.decode([]) == ""
     assert t.bytes_a_token(ids) * (len(ids) - 1) == pytest.approx(len(TEXT.encode()) - len(t.decode(ids[:1])))
@@ -1214,17 +1195,15 @@ def lookup(row, facts, motif=1):
     return answers[:len(row)]
 
 
-@pytest.mark.parametrize("name, bad, answer", [
-    ("needle", "n_pairs=17", lambda row, facts: [-100] * 56 + sum(
+@pytest.mark.parametrize("name, answer", [
+    ("needle", lambda row, facts: [-100] * 56 + sum(
         ([row[row.index(key, 0, 56) + 1], -100] for key in row[56::2]), [])),
-    ("recall", "n_keys=9", lookup), ("noisy-recall", "n_keys=0", lookup),
-    ("fuzzy-recall", "n_keys=513", partial(lookup, motif=3)),
-    ("compression", "n_tokens=0", lambda row, facts: [-100] * 32 + [row[place - 16] for place in row[32:]]),
-    ("memorization", "seq_len=31", lambda row, facts: [
+    ("recall", lookup), ("noisy-recall", lookup), ("fuzzy-recall", partial(lookup, motif=3)),
+    ("compression", lambda row, facts: [-100] * 32 + [row[place - 16] for place in row[32:]]),
+    ("memorization", lambda row, facts: [
         facts[row[t - 1]] if token == 254 else -100 for t, token in enumerate(row)]),
-    ("selective-copying", "n_tokens=64", lambda row, facts: [-100] * (row.index(15) + 1) + [
-        token for token in row if token < 14])])
-def test_synthetic_tasks(name, bad, answer):
+    ("selective-copying", lambda row, facts: [-100] * (row.index(15) + 1) + [token for token in row if token < 14])])
+def test_synthetic_tasks(name, answer):
     """An oracle that reads tokens alone finds all targets and no more; a seed is a batch; docstrings show it."""
     draw, vocab, chance = {**data.MAD, "needle": (partial(data.needle, n_pairs=4, seq_len=64), 49, 0.34)}[name]
     (tokens, targets), again, other = (draw(256, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
@@ -1242,9 +1221,6 @@ def test_synthetic_tasks(name, bad, answer):
     made = builtins.eval(call, vars(data), dict(g=g))
     drawn = [re.search(rf"{word} +((-?\d+ *)+)\n", doc)[1].split() for word in ("tokens", "targets")]
     assert [row[0].tolist() for row in made] == [list(map(int, row)) for row in drawn]
-    size, value = bad.split("=")
-    with pytest.raises(data.UserError, match=bad):
-        draw(2, generator=torch.Generator(), **{size: int(value)})
 
 
 # ---- train.py and sample.py
@@ -1368,9 +1344,9 @@ MISTAKES = [                                                  # program, flags, 
     (train, "--lr nan", "--lr"), (train, "--batch-size 1.5", "--batch-size"), (train, "stray", "stray"),
     (train, "--window 0", "--window"), (train, "--device mps", "mps"), (train, "--resume", "ckpt.pt"),
     (train, "--init words", "words"), (train, "--data no", "no"), (train, "--data words --seq-len 400", "short"),
-    (train, "--batch_size 4", "--batch-size"), (train, "--muon False", "--no-muon"), (train, "--muon=1", "--no-muon"),
-    (sample, "--top_k 5", "--top-k"), (sample, "--temperature nan", "--temp"), (sample, "--top-p 1.1", "--top-p"),
-    (sample, "--prompt-file nowhere", "nowhere"), (sample, "--prompt-file bad", "UTF-8"), (sample, "--ckpt no", "no"),
+    (train, "--batch_size 4", "--batch_size"), (train, "--muon False", "False"), (train, "--muon=1", "--no-muon"),
+    (sample, "--top_k 5", "--top_k"), (sample, "--temperature nan", "--temp"), (sample, "--top-p 1.1", "--top-p"),
+    (sample, "--prompt -", "UTF-8"), (sample, "--ckpt no", "no"),
     (sample, "--ckpt run --device cpu --prompt \u00e9", "\u00e9")]
 
 
@@ -1380,8 +1356,8 @@ def test_a_mistake_is_one_line_that_names_it(module, argv, word, trained, text, 
     monkeypatch.chdir(tmp_path)
     Path("words").symlink_to(text)
     Path("run").symlink_to(trained)
-    Path("bad").write_bytes(b"to \xff")
-    assert word in refused(capsys, module.main, *argv.split()) and len(os.listdir()) == 3
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(b"to \xff")))
+    assert word in refused(capsys, module.main, *argv.split()) and len(os.listdir()) == 2
 
 
 def test_resume_refuses_what_would_change_the_run(copy, text, tmp_path, capsys):
@@ -1684,7 +1660,6 @@ def test_prompts_and_stop_texts(trained, tmp_path, capsys, monkeypatch):
     """A byte order mark is no letter, line ends are kept, a stop text may lie across pieces, of which none is lost."""
     (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfthat\nis")
     expect = speak(capsys, trained, "--prompt", "that\nis")
-    assert speak(capsys, trained, "--prompt-file", tmp_path / "p.txt") == expect
     with open(tmp_path / "p.txt") as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         assert speak(capsys, trained, "--prompt", "-") == expect
@@ -2150,7 +2125,7 @@ MUTANTS = [                                                   # file, text (it i
     ("muon.py", 'and not name.startswith("head.")', "", "who_trains"),
     ("poly.py", "math.comb(sum(exponents), r) ** 0.5", "math.comb(sum(exponents), r)", "phi_kernel"),
     ("poly.py", "math.factorial(i) ** -0.5", "1 / math.factorial(i)", "phi_one_by_one"),
-    ("poly.py", "shape[-1] ** 0.25", "shape[-1] ** 0.5", "sketch"),
+    ("poly.py", "sketch_dim ** 0.25", "sketch_dim ** 0.5", "sketch"),
     ("memory.py", "0.5 * (y - v).square().sum()", "0.5 * (y - v).square().mean()", "losses_by_hand"),
     ("memory.py", "return r + (F.rms_norm", "return (F.rms_norm", "memory_as_printed"),
     ("memory.py", "(e - n * (n * e)", "(e - (n * e)", "memory_as_printed"),

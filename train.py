@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from data import TOKENIZERS, UserError, batch, make_tokenizer, read, replacing, streams, tokenizer_from_state, windows
-from models import LM, PRESETS, SIZES, Config, Wiring, check, detach, flag, floor, holds_all, opt, probe
+from data import TOKENIZERS, Tokenizer, UserError, batch, make_tokenizer, read, replacing, streams, windows
+from models import LM, PRESETS, SIZES, Config, ConfigError, Wiring, check, detach, flag, floor, holds_all, opt, probe
 from muon import Muon, make_optimizers, native_bfloat16
 
 RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))     # torchrun sets these
@@ -118,10 +118,7 @@ def settings(given, old=None):
     network = old["config"] if old else {**SIZES[size], **PRESETS[given.get("model", TrainConfig.model)]}
     ours = given.keys() & {f.name for f in fields(TrainConfig)}
     run = {**TRAIN_SIZES[size], **run, **{name: given[name] for name in ours}, "size": size}
-    try:
-        tc, config = TrainConfig(**run), Config(**{**network, **{name: given[name] for name in given.keys() - ours}})
-    except ValueError as fault:
-        raise UserError(fault) from None
+    tc, config = TrainConfig(**run), Config(**{**network, **{name: given[name] for name in given.keys() - ours}})
     if tc.telemetry and (config.mixer != "memory" or config.shard):
         raise UserError(f"--telemetry: {tc.model} has no memory, or one in shards; drop the flag")
     if not resume and "warmup" not in given:
@@ -372,7 +369,7 @@ def rebuild(ckpt, config=None):
         model.load_state_dict(ckpt["model"])
     except RuntimeError:
         raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes") from None
-    return model, tokenizer_from_state(ckpt["tokenizer"])
+    return model, Tokenizer(**ckpt["tokenizer"])
 
 
 def begin_files(out, run):
@@ -442,17 +439,6 @@ class Parser(argparse.ArgumentParser):
         style = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=118)
         super().__init__(usage="python %(prog)s [flags]", allow_abbrev=False, formatter_class=style, **how)
 
-    def parse_args(self, argv=None, namespace=None):
-        """Hints at what users of nanoGPT type: --batch_size 4 and --muon False."""
-        argv, known = sys.argv[1:] if argv is None else argv, self._option_string_actions
-        for word, after in zip(argv, [*argv[1:], "-"]):
-            name, has_value, _ = word.partition("=")
-            if name not in known and name.replace("_", "-") in known:
-                self.error(f"unknown flag {name}; did you mean {name.replace('_', '-')}?")
-            if name in known and known[name].nargs == 0 and (has_value or not after.startswith("-")):
-                self.error(f"{name} takes no value; give {' or '.join(known[name].option_strings)}")
-        return super().parse_args(argv, namespace)
-
     def error(self, message):
         self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
 
@@ -495,8 +481,8 @@ def exit_code(task):
         return 0
     except KeyboardInterrupt as fault:
         code, message = 128 + (fault.args or (signal.SIGINT,))[0], "stopped; files that were saved are intact"
-    except (UserError, Halt, OSError) as fault:
-        code, message = 2 if isinstance(fault, UserError) else 1, fault
+    except (UserError, ConfigError, Halt, OSError) as fault:
+        code, message = 1 if isinstance(fault, (Halt, OSError)) else 2, fault
     except (MemoryError, RuntimeError) as fault:
         if not any(words in repr(fault) for words in ("MemoryError", "out of memory", "allocate memory")):
             raise
