@@ -2095,7 +2095,7 @@ def test_readme_names_choices_links():
     for link in re.findall(r"\]\(([^)#]+)", README):
         assert (ROOT / link).exists(), link
     files = [p for p in (ROOT / "results").iterdir() if p.name != "README.md"]
-    assert len(files) < 25 and all(p.stat().st_size < 100_000 for p in files)
+    assert len(files) < 22 and all(p.stat().st_size < 100_000 for p in files)
     assert [p.name for p in files if p.name not in README + MORE and p.suffix != ".log"] == []
     assert not re.findall(r"@[A-Z0-9]+@", README + MORE)
     assert (ROOT / ".ci/run").exists()
@@ -2103,7 +2103,7 @@ def test_readme_names_choices_links():
 
 def test_house_rules():
     """Catches a file, function or line that has grown too long, and a leaf that leans on another file of ours."""
-    assert len(README.splitlines()) <= 260 and len(MORE.splitlines()) <= 245
+    assert len(README.splitlines()) <= 260 and len(MORE.splitlines()) <= 280
     for name, text in CODE.items():
         assert len(text.splitlines()) <= LINES[name], name
         assert [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 120] == [], name
