@@ -264,20 +264,10 @@ def part_peers(args, seconds):
            f"{2 * HEAD},\nmomentum; times_titans: speed over that of {titans or 'titans-pytorch, not installed'}", rows)
 
 
-# ---- picture, and all of it
+# ---- all of it
 
 PARTS = dict(layer=(part_layer, 8), rule=(part_rule, 2), step=(part_step, 4), decode=(part_decode, 3),
              peers=(part_peers, 3))             # and their shares of the time
-
-
-def plot(rows, path):
-    """Speed of layers over length."""
-    lines = {}
-    for row in rows:
-        xs, ys = lines.setdefault(row["name"], ([], []))
-        xs.append(row["T"])
-        ys.append(row["tokens_per_s"])
-    train.picture(path, lines, "sequence length [tokens]", "forward + backward of one layer [tokens/s]", log="xy")
 
 
 def machine(args):
@@ -335,7 +325,10 @@ def run(args):
         if args.json:
             Path(args.json).write_text(json.dumps(dict(argv=sys.argv[1:], machine=about, records=records)) + "\n")
     if args.plot:
-        plot([row for row in records if row["part"] == "layer"], args.plot)
+        lines = {name: [[row[x] for row in records if row["part"] == "layer" and row["name"] == name]
+                        for x in ("T", "tokens_per_s")] for name in args.model}
+        axes = "sequence length [tokens]", "forward + backward of one layer [tokens/s]"
+        train.picture(args.plot, lines, *axes, log="xy")
 
 
 def main(argv=None):

@@ -30,7 +30,7 @@ import train
 from data import UserError, read, replacing
 from models import LM, PRESETS, Config, Memory, flag, opt
 from muon import make_optimizers
-from train import Halt, say
+from train import say
 
 RETRIEVAL = 10                        # weight of the retrieval phase; storage has 1
 CONTEXT, COMMON = 3, 50               # words before a masked one, at least; of the commonest, that are never asked for
@@ -266,17 +266,14 @@ def loop(model, optimizers, run, tc, task):
             (loss := task.loss(model.train(), step - 1)).backward()
             if tc.perp_grad:
                 perpendicular(model.parameters())
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip or math.inf)
-            if not (loss.isfinite() and norm.isfinite()):
-                raise Halt(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}: not finite; lower --lr")
-            train.update(optimizers, tc, train.lr_scale(step - 1, tc))
+            loss, norm = train.update(model, optimizers, tc, step - 1, train.lr_scale(step - 1, tc), loss.detach())
             if step == first + 1:                             # only now that a step has worked are older files touched
                 train.begin_files(out, run)
             full = step % tc.eval_every == 0 or step == tc.steps
             with torch.no_grad():
                 found = task.measure(model.eval()) if full else {}
             run.update(step=step, seconds=time.perf_counter() - began)
-            row = dict(step=step, loss=loss.item(), grad_norm=norm.item(), seconds=run["seconds"], **found)
+            row = dict(step=step, loss=loss, grad_norm=norm, seconds=run["seconds"], **found)
             row = {name: round(a, 4) if isinstance(a, float) else a for name, a in row.items()}
             if full or step % tc.log_every == 0 or step == 1:
                 say("  ".join(f"{name} {a}" for name, a in row.items() if a == a))

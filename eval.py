@@ -232,23 +232,6 @@ def asked(model, draw, columns, seed, device):
     return [accuracy(model, map(sequences(lambda step, g: draw(n, g), seed, device, True), range(4))) for n in columns]
 
 
-def learn(model, draw, **how):
-    """Trains on the batches draw(step) -> x, y; how: of train.TrainConfig. Halt where a gradient is not finite."""
-    tc = train.TrainConfig(optimizer="muon", warmup=how["steps"] // 10, **how)
-    optimizers, began = muon.make_optimizers(model.train(), tc), time.perf_counter()
-    for step in range(tc.steps):
-        loss = model.loss(*draw(step))
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip)
-        if not (loss.isfinite() and norm.isfinite()):
-            raise Halt(f"step {step + 1}: loss {loss:.4f}, gradient norm {norm:.4f}: not finite; "
-                       f"lower {'--lr' if step else '--max-step'}")
-        train.update(optimizers, tc, train.lr_scale(step, tc))
-        if (step + 1) % max(1, tc.steps // 5) == 0:
-            say(f"  step {step + 1:5d}/{tc.steps}  loss {loss:.4f}  {time.perf_counter() - began:.0f} s")
-    return model.eval()
-
-
 def sequences(draw, seed, device, test=False):
     """draw(step, generator) -> draw(step), a function of seed and step; no generator of training is one of the test."""
     def drawn(step):
@@ -257,12 +240,19 @@ def sequences(draw, seed, device, test=False):
 
 
 def trained(name, seed, args, device, vocab, draw):
-    """A model of this name, trained on `draw`."""
+    """A model of this name, trained on the batches draw(step, generator) -> x, y."""
     config, steps, lr = variant(name, args, vocab_size=vocab)
     torch.manual_seed(seed)
-    model = models.LM(config).to(device)
+    model, batch = models.LM(config).to(device), sequences(draw, seed, device)
     say(f"\n{name}: {model.num_params():,} parameters, seed {seed}, {steps} steps")
-    return learn(model, sequences(draw, seed, device), steps=steps, lr=lr)
+    tc = train.TrainConfig(optimizer="muon", steps=steps, warmup=steps // 10, lr=lr)
+    optimizers, began = muon.make_optimizers(model, tc), time.perf_counter()
+    for step in range(steps):
+        (loss := model.loss(*batch(step))).backward()
+        train.update(model, optimizers, tc, step, train.lr_scale(step, tc), loss.detach())
+        if (step + 1) % max(1, steps // 5) == 0:
+            say(f"  step {step + 1:5d}/{steps}  loss {loss:.4f}  {time.perf_counter() - began:.0f} s")
+    return model.eval()
 
 
 def campaign(args, trial, columns, chance="", names=None):
@@ -286,19 +276,14 @@ def campaign(args, trial, columns, chance="", names=None):
             if file:
                 with data.replacing(file) as temporary:
                     temporary.write_text(json.dumps(dict(records=records), indent=1))
-    found = {name: [done[name, seed] for seed in args.seeds] for name in names}
+    found = {name: {c: [done[name, seed]["scores"][str(c)] for seed in args.seeds] for c in columns} for name in names}
     width = max(map(len, names)) + 2
     say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds" + chance)
-    for name, runs in found.items():
-        cells = [spread([r["scores"][str(c)] for r in runs]) for c in columns]
-        say(f"{name:{width}}" + "".join(f"{c:>18}" for c in cells) + f"{sum(r['seconds'] for r in runs):10d}")
-    return {name: {c: [r["scores"][str(c)] for r in runs] for c in columns} for name, runs in found.items()}
-
-
-def spread(scores):
-    """Mean and standard deviation as text."""
-    a = torch.tensor(scores, dtype=torch.float64)
-    return f"{a.mean():.3f}" + (f" +- {a.std():.3f}" if len(a) > 1 else "")
+    for name, (_, means, spreads) in curves(found).items():
+        cells = [f"{a:.3f}" + f" +- {b:.3f}" * (len(args.seeds) > 1) for a, b in zip(means, spreads)]
+        seconds = sum(done[name, seed]["seconds"] for seed in args.seeds)
+        say(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells) + f"{seconds:10d}")
+    return found
 
 
 def curves(found):
@@ -390,12 +375,6 @@ STEPS = torch.logspace(-3, 1.5, 25)             # constant inner steps that are 
 MOMENTUM = 0.9
 
 
-def unit_keys(kind, batch, n, dim, generator):
-    """n keys of unit length (batch, 1, n, dim). The coordinate i of `correlated` ones is divided by i before."""
-    x = torch.randn(batch, 1, n, dim, generator=generator)
-    return F.normalize(x / torch.arange(1, dim + 1) if kind == "correlated" else x, dim=-1)
-
-
 @torch.no_grad()
 def one_pass(layer, rule, momentum, k, v):
     """The rule (Eq 9, 33, 32) reads pairs k, v (B, 1, T, D) once, without forgetting, with equal weights in a window.
@@ -423,10 +402,11 @@ def online_layer(args, device, **more):
 
 
 def pairs_to_store(kind, n, dim, args, device):
-    """n pairs for each sequence of a batch, keys as unit_keys, values of unit length."""
+    """n pairs of unit length (B, 1, n, dim) each. Before, the coordinate i of `correlated` keys is divided by i."""
     draws = torch.Generator().manual_seed(args.seeds[0])
-    k = unit_keys(kind, args.batch_size, n, dim, draws)
-    return k.to(device), F.normalize(torch.randn(k.shape, generator=draws), dim=-1).to(device)
+    k, v = (torch.randn(args.batch_size, 1, n, dim, generator=draws) for _ in range(2))
+    k = k / torch.arange(1, dim + 1) if kind == "correlated" else k
+    return [F.normalize(a, dim=-1).to(device) for a in (k, v)]
 
 
 def least(layer, rule, momentum, k, v):

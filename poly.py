@@ -6,7 +6,7 @@ A linear memory of head dim D stores D pairs (Prop 1); on phi it stores E, the n
 
     none          phi(x) = x
     monomial      all monomials of degree <= p, E = C(D + p, p): Eq 5 exactly, with a_i = s_i^2     (choice 7)
-    elementwise   sum_i s_i x^i, coordinate by coordinate. E = D, so capacity does not grow (test_capacity)
+    elementwise   sum_i s_i x^i, coordinate by coordinate. E = D, so capacity does not grow
     sketch        degree 2 with fewer features: products of two random projections, right on average
     exp           the infinite phi* of Eq 22, by its kernel exp(q . k) alone (omega.write_keys)
 

@@ -236,18 +236,6 @@ def test_sketch_is_right_on_average():
     assert torch.equal(a.sketch, c.sketch)
 
 
-CAPACITY = [("none", 1, 8), ("elementwise", 3, 8), ("monomial", 2, 44), ("monomial", 3, 156)]
-
-
-@pytest.mark.parametrize("kind, degree, most", CAPACITY)
-def test_capacity(kind, degree, most):
-    """Prop 1, 2 by least squares: `most` pairs of head dim 8 fit, one more does not. Catches: no products x_i x_j."""
-    def misfit(m):
-        x, v = Features(kind, 8, degree).double()(unit(m, 8)).detach(), randn(m, 3)
-        return (x @ torch.linalg.lstsq(x, v, driver="gelsd").solution - v).norm() / v.norm()
-    assert misfit(most) < 1e-8 < 1e-3 < misfit(most + 1)
-
-
 # ---- memory.py
 
 def weights(kind, e, d, hidden, *lead):
@@ -302,10 +290,11 @@ def filled(x, **numbers):
     return x | {name: torch.full_like(x[name], number) for name, number in numbers.items()}
 
 
-def play(fn, rule, phi, x, cuts=()):
+def play(fn, rule, phi, x, cuts=(), state=None):
     """Run `fn` over all tokens, or the functions of a list in turn over pieces that begin at `cuts`: y, final state."""
     M0, S0 = (tuple(a for name, a in x.items() if name.startswith(which)) for which in ("M0", "S0"))
-    state, T, ys = start(rule, phi, M0, len(x["q"]), momentum=x["momentum"] is not None), x["q"].shape[2], []
+    T, ys = x["q"].shape[2], []
+    state = state or start(rule, phi, M0, len(x["q"]), momentum=x["momentum"] is not None)
     state = state._replace(S=S0) if S0 else state
     for i, (a, b) in enumerate(zip((0, *cuts), (*cuts, T))):
         q, k, v, *gates = (None if x[name] is None else x[name][:, :, a:b] for name in ("q", "k", "v", *Gates._fields))
@@ -314,10 +303,17 @@ def play(fn, rule, phi, x, cuts=()):
     return torch.cat(ys, 2), state
 
 
+def with_gradients(leaves, *how):
+    """What `play` gives, and the gradients of the leaves for a random gradient of all of it."""
+    y, state = play(*how)
+    torch.manual_seed(1)
+    outer = sum((a * randn(*a.shape)).sum() for a in tensors([y, state]))
+    return [y, state, list(torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True))]
+
+
 EQUAL = {                                                     # differences from `problem`
     "titans":                  dict(window=1, chunk=8, T=14),
     "omeganet":                dict(window=5, chunk=8, momentum=False, features="monomial", T=21),
-    "momentum":                dict(window=5, chunk=8, features="monomial", T=14),
     "window beyond the chunk": dict(loss="dot", window=12, T=15),
     "window beyond the text":  dict(memory="linear", window=12, momentum=False, features="monomial", T=9),
     "gated":                   dict(memory="gated", window=5, chunk=8),
@@ -328,9 +324,7 @@ EQUAL = {                                                     # differences from
     "to M0, gated, norm":      dict(memory="gated", forget="start", norm=True, momentum=False),
     "norm":                    dict(norm=True, loss="huber"),
     "ball":                    dict(ball=0.5, features="monomial"),
-    "ball, to M0":             dict(ball=0.5, memory="gated", forget="start"),
     "atlas":                   dict(muon_every=1, window=5, chunk=8, features="monomial"),
-    "atlas, no momentum":      dict(muon_every=1, window=2, chunk=8, momentum=False),
     "atlas, window > chunk":   dict(muon_every=1, memory="gated", loss="dot", window=12, T=9),
     "atlas, ball":             dict(muon_every=1, ball=0.5, memory="linear"),
     "blocks of 2":             dict(muon_every=2, memory="gated", chunk=8, norm=True, forget="start"),
@@ -338,8 +332,7 @@ EQUAL = {                                                     # differences from
     "blocks, no momentum":     dict(muon_every=2, momentum=False),
     "blocks, ball":            dict(muon_every=3, ball=0.5, forget="start"),
     "block = chunk":           dict(muon_every=8, chunk=8, window=5, T=21),
-    "six steps":               dict(muon_every=4, ns_steps=6),
-    "cubic":                   dict(muon_every=2, ns_coefficients="cubic", features="monomial"),
+    "cubic, six steps":        dict(muon_every=2, ns_steps=6, ns_coefficients="cubic", features="monomial"),
 }
 
 
@@ -349,13 +342,7 @@ def test_omega_is_omega_ref(case, monkeypatch):
     Catches a slip in one form: an index, a coefficient, a gradient that stops, a state that the other cannot take."""
     rule, phi, x = problem(**case)
     leaves, T = [a for a in x.values() if a is not None] + list(phi.parameters()), x["q"].shape[2]
-
-    def results(fn, cuts=()):
-        y, state = play(fn, rule, phi, x, cuts)
-        torch.manual_seed(1)
-        outer = sum((a * randn(*a.shape)).sum() for a in tensors([y, state]))    # a random gradient for all of it
-        return [y, state, list(torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True))]
-
+    results = lambda fn, cuts=(): with_gradients(leaves, fn, rule, phi, x, cuts)
     before, want = [a.detach().clone() for a in leaves], results(omega_ref)
     close(results(omega.omega), want)
     close(results(omega.omega, sorted({T // 3, T - 1} - {0})), want)
@@ -380,22 +367,11 @@ def test_shards(case):
     """Local memories side by side are shards_ref, whole and in pieces, gradients too. Catches: a shard that goes on
     from another, or writes into the next sequence; sums of k k^T that stay."""
     rule, phi, x = problem(**dict(T=17, S0=False) | case)
-    size, names, M0 = 5, ("q", "k", "v", *Gates._fields), tuple(x[name] for name in x if name.startswith("M0"))
-    V0 = weights(rule.memory, phi.out_dim, 3, 3, 2)
+    M0, V0 = tuple(x[name] for name in x if name.startswith("M0")), weights(rule.memory, phi.out_dim, 3, 3, 2)
     leaves = [a.requires_grad_() for a in (*V0, *x.values(), *phi.parameters()) if a is not None]
-
-    def results(fn, *cuts):
-        first = start(omega.global_rule(rule, size, Gates(0, 0, 0, 0))[0], phi, V0, 2, x["momentum"] is not None)
-        state, ys = omega.Shards(M0, first, None, V0[0].new_zeros(2, 2, 3, 3), 0), []
-        for a, b in zip((0, *cuts), (*cuts, x["q"].shape[2])):
-            q, k, v, *gates = (None if x[name] is None else x[name][:, :, a:b] for name in names)
-            y, state = fn(size, rule, phi, q, k, v, Gates(*gates), state)
-            ys.append(y)
-        torch.manual_seed(1)
-        found = [torch.cat(ys, 2), state]
-        outer = sum((a * randn(*a.shape)).sum() for a in tensors(found))
-        return found + [torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True)]
-
+    first = start(omega.global_rule(rule, 5, Gates(0, 0, 0, 0))[0], phi, V0, 2, x["momentum"] is not None)
+    state = omega.Shards(M0, first, None, V0[0].new_zeros(2, 2, 3, 3), 0)
+    results = lambda fn, *cuts: with_gradients(leaves, partial(fn, 5), rule, phi, x, cuts, state)
     want = results(omega.shards_ref)
     for fn, *cuts in (omega.shards,), (omega.shards, 1, 3, 5, 6), (omega.shards_ref, 4):
         close(results(fn, *cuts), want)
@@ -614,7 +590,6 @@ MODELS |= {
     "elementwise": ("omeganet", dict(features="elementwise")), "forget M0": ("atlas", dict(forget="zero")),
     "forget M0-mac": ("omeganet", dict(forget="zero", wiring="mac")), "no keep": ("atlas", dict(keep=False)),
     "muon every token": ("atlas", dict(muon_every=1)), "chunk 1": ("atlas", dict(chunk=1)),
-    "norm": ("atlas", dict(memory_norm=True)), "long window": ("atlas", dict(window=9)),
     "no persistent tokens": ("atlas", dict(wiring="mac", persistent=0)), "one head": ("titans", dict(n_head=1)),
     "gated exp": ("dot", dict(memory="gated", keep=True)), "shards": ("atlas", dict(shard=6)),
     "shards-mag": ("titans", dict(shard=4, wiring="mag", max_norm=0.0)),
@@ -712,14 +687,11 @@ def test_config_reaches_the_rule():
 
 
 BAD = [(dict(preset=preset, **more), word) for preset, more, word in (
-    ("altas", {}, "atlas"), ("atlas", dict(size="340M"), "340m"),
-    ("atlas", dict(window=0), "--window"), ("atlas", dict(window="8"), "--window"), ("atlas", dict(n_layer=2.0), "int"),
-    ("atlas", dict(n_layer=True), "int"), ("atlas", dict(memory="cubic"), "gated"), ("swa", dict(head_dim=7), "even"),
-    ("atlas", dict(n_head=5, head_dim=0), "--n-head"), ("atlas", dict(dropout=1.0), "--dropout"),
-    ("atlas", dict(max_norm=math.nan), "--max-norm"), ("atlas", dict(features="exp"), "--no-muon"),
-    ("swa", dict(wiring="mag"), "memory"), ("atlas", dict(wiring="mag", attn_window=0), "--attn-window"),
-    ("atlas", dict(shard=4, wiring="mac"), "--shard"), ("omeganet", dict(degree=30), "--degree"),
-    ("omeganet", dict(features="sketch", degree=3), "--degree 2"))]
+    ("altas", {}, "atlas"), ("atlas", dict(window=0), "--window"), ("atlas", dict(n_layer=2.0), "int"),
+    ("atlas", dict(n_layer=True), "int"), ("atlas", dict(memory="cubic"), "gated"),
+    ("atlas", dict(n_head=5, head_dim=0), "--n-head"), ("atlas", dict(max_norm=math.nan), "--max-norm"),
+    ("atlas", dict(features="exp"), "--no-muon"), ("swa", dict(wiring="mag"), "memory"),
+    ("atlas", dict(shard=4, wiring="mac"), "--shard"), ("omeganet", dict(degree=30), "--degree"))]
 
 
 @pytest.mark.parametrize("more, word", BAD, ids=str)
@@ -988,20 +960,11 @@ def test_polarise_and_floor(wiring):
     g = mixer.m_norm(m).sigmoid()
     close(mixer.gated(says, m), 0.9 * mixer.y_norm(says) * g + 0.1 * mixer.m_norm(m), 1e-12)
     assert torch.autograd.grad(mixer.gated(0 * says, m)[..., 0].sum(), m)[0].abs().max() > 1e-3      # the memory alone
-    floors = [models.floor(mixer.config, done) for done in (0, 0.09, 0.1, 0.3, 0.34, 1)]
-    assert floors == [0.3, 0.3, 0.2, 0.2, 0.1, 0.1]
 
 
 # ---- data.py
 
 TEXT = "To be, or not to be:\n\u00e9\u4e2d\U0001f600 the <|endoftext|> the end.  the\n"
-
-
-def user_error(call, *args):
-    with pytest.raises(data.UserError) as caught:
-        call(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.fixture
@@ -1021,9 +984,6 @@ def test_shakespeare(tmp_path, monkeypatch, capsys, served):
     if served == b"To be":
         monkeypatch.setattr(urllib.request, "urlopen", None)
         assert corpus.text == "To be" and data.read("shakespeare") == corpus and list(path.parent.iterdir()) == [path]
-        monkeypatch.setattr(data, "SHAKESPEARE", path / "below a file, so it cannot be written")
-        monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(served))
-        assert data.read("shakespeare") == corpus               # used, though not kept
     else:
         assert corpus == data.read("pydoc") and corpus.used == "pydoc" and len(corpus.text) > 100_000
         assert capsys.readouterr().err.count("\n") == 1 and not path.exists()
@@ -1038,9 +998,6 @@ def test_hidden_names_are_not_read(tmp_path, capsys):
         path.write_bytes(body)
     assert data.read(tmp_path / ".in").text == "A\r\nZ\nB\nC"
     assert "8 characters from 3 .txt files" in capsys.readouterr().err
-    for name in ("train.bin", "val.bin", "._train.bin", ".val.bin"):
-        np.arange(300, dtype="<u2").tofile(tmp_path / ".in" / name)
-    assert len(data.read(tmp_path / ".in").tokens[0]) == 300
 
 
 def test_json_and_mixes(tmp_path, monkeypatch):
@@ -1061,25 +1018,21 @@ def test_json_and_mixes(tmp_path, monkeypatch):
 def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: open("/gone"))           # an OSError, as without network
-    for name, body in {"empty": b"\n\n", "notes/x.md": b"no", "latin": b"\xef\xbb\xbf ab\xe9t\xe9", "u/x.txt": b"\xff",
-                       "tok/train.bin": b"\1\0" * 20, "tok/val.bin": b"\0\1\0\0" * 5,
-                       "a.json": b'{"txt": "a"}', "b.jsonl": b"{"}.items():
+    for name, body in {"empty": b"\n\n", "latin": b"\xef\xbb\xbf ab\xe9t\xe9", "b.jsonl": b"{",
+                       "tok/train.bin": b"\1\0" * 20, "tok/val.bin": b"\0\1\0\0" * 5}.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(body)
     tokens, byte = data.read("tok"), data.make_tokenizer("byte", "")
     for call, args, word in [
-            (data.read, ["gone"], "No such file"), (data.read, ["empty"], "no text"), (data.read, ["notes"], "no text"),
-            (data.read, ["a.json"], "'text'"), (data.read, ["b.jsonl"], "JSON"), (data.read, ["latin:0"], "position 6"),
-            (data.read, ["tok:0,tok:1"], "weight"), (data.main, [["--data", "tok:1", "--tokenizer", "byte"]], "a mix"),
-            (data.read, ["latin"], "position 6"), (data.read, ["u"], "x.txt: 'utf-8'"),
+            (data.read, ["gone"], "No such file"), (data.read, ["empty"], "no text"), (data.read, ["b.jsonl"], "JSON"),
+            (data.read, ["latin"], "position 6"), (data.read, ["tok:0,tok:1"], "weight"),
             (tokens.splits, [byte, 10], "--seq-len 10"), (tokens.splits, [byte, 9], "up to 256"),
             (data.main, [["--data", "latin", "--out", "tok"]], "already holds"),
-            (data.make_tokenizer("char", TEXT).encode, ["ToZeYZ"], "2 characters are not in the vocabulary: 'YZ'"),
+            (data.make_tokenizer("char", TEXT).encode, ["ToZeYZ"], "'YZ'"),
             (data.make_tokenizer, ["bpe", ""], "needs a text"), (data.make_tokenizer, ["gpt2", ""], "TIKTOKEN_CACHE"),
-            (data.split, [range(500), 50], "validation keeps 50"),
-            (data.mqar, [2, 4, 5, 32, 64, None], "n_queries=5"), (data.mqar, [2, 4, 4, 8, 64, None], "vocab=8"),
-            (data.mqar, [2, 4, 4, 32, 15, None], "seq_len=15")]:
-        assert word in user_error(call, *args)
+            (data.split, [range(500), 50], "validation keeps 50"), (data.mqar, [2, 4, 4, 8, 64, None], "vocab=8")]:
+        with pytest.raises(data.UserError, match=rf"^[^\n]*{word}[^\n]*\Z"):
+            call(*args)
     assert data.split(range(500), 49)
 
 
@@ -1164,18 +1117,8 @@ def test_windows_and_streams_cover_everything_once(n, T, B):
     assert rows.flatten().tolist() == list(range(1, 1 + rows.numel())) and n - 1 - rows.numel() < len(rows) <= B
 
 
-def test_mqar():
-    """The docstring's example is what its call gives, a lookup table answers all, gaps follow their power law."""
-    drawn = [re.search(rf"{name} +((-?\d+ *)+)\n", data.mqar.__doc__)[1].split() for name in ("tokens", "targets")]
-    made = data.mqar(1, 3, 2, 12, 14, torch.Generator().manual_seed(7))
-    assert [row[0].tolist() for row in made] == [list(map(int, row)) for row in drawn]
-    for n_pairs, n_queries, vocab, T in [(4, 4, 16, 16), (8, 3, 64, 41), (1, 1, 4, 4), (2, 1, 7, 6)]:
-        tokens, targets = data.mqar(64, n_pairs, n_queries, vocab, T, torch.Generator().manual_seed(0))
-        for row, answers in zip(tokens.tolist(), targets.tolist()):
-            table, rest = dict(zip(row[0:2 * n_pairs:2], row[1:2 * n_pairs:2])), slice(2 * n_pairs, None)
-            assert len(table) == len(set(table.values())) == n_pairs and max(table) < vocab // 2 <= min(table.values())
-            asked = {key: answer for key, answer in zip(row[rest], answers[rest]) if key}
-            assert asked.items() <= table.items() and len(asked) == n_queries == sum(a >= 0 for a in answers)
+def test_gaps_of_mqar():
+    """Catches: queries that do not stand behind the pairs at gaps of zoology's power law."""
     place = (data.mqar(20_000, 2, 1, 10, 14, torch.Generator().manual_seed(0))[1] >= 0).int().argmax(1)
     law = torch.arange(1, 6) ** -0.99
     assert (place.bincount(minlength=14)[4::2] / 20_000 - law / law.sum()).abs().max() < 0.015
@@ -1196,6 +1139,8 @@ def lookup(row, facts, motif=1):
 
 
 @pytest.mark.parametrize("name, answer", [
+    ("mqar", lambda row, facts: [-100] * 8 + [
+        dict(zip(row[:8:2], row[1:8:2])).get(token, -100) for token in row[8:]]),
     ("needle", lambda row, facts: [-100] * 56 + sum(
         ([row[row.index(key, 0, 56) + 1], -100] for key in row[56::2]), [])),
     ("recall", lookup), ("noisy-recall", lookup), ("fuzzy-recall", partial(lookup, motif=3)),
@@ -1205,7 +1150,9 @@ def lookup(row, facts, motif=1):
     ("selective-copying", lambda row, facts: [-100] * (row.index(15) + 1) + [token for token in row if token < 14])])
 def test_synthetic_tasks(name, answer):
     """An oracle that reads tokens alone finds all targets and no more; a seed is a batch; docstrings show it."""
-    draw, vocab, chance = {**data.MAD, "needle": (partial(data.needle, n_pairs=4, seq_len=64), 49, 0.34)}[name]
+    others = {"needle": (partial(data.needle, n_pairs=4, seq_len=64), 49, 0.34),
+              "mqar": (partial(data.mqar, n_pairs=4, n_queries=3, vocab=16, seq_len=24), 16, 1 / 3)}
+    draw, vocab, chance = {**data.MAD, **others}[name]
     (tokens, targets), again, other = (draw(256, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
     assert torch.equal(tokens, again[0]) and torch.equal(targets, again[1]) and not torch.equal(tokens, other[0])
     assert tokens.dtype == targets.dtype == torch.int64 and tokens.shape == targets.shape
@@ -1339,15 +1286,19 @@ def test_every_field_is_a_flag_and_help_tells_its_default(capsys):
 
 MISTAKES = [                                                  # program, flags, a word of the line
     (train, "--widnow 3", "--widnow"), (train, "--model atals", "atals"), (train, "--steps 0", "--steps"),
-    (train, "--wiring mag --gate-floor 0.3,2", "--gate-floor"), (train, "--polarise 1", "--wiring mag"),
-    (train, "--model swa --telemetry", "--telemetry"),
-    (train, "--lr nan", "--lr"), (train, "--batch-size 1.5", "--batch-size"), (train, "stray", "stray"),
-    (train, "--window 0", "--window"), (train, "--device mps", "mps"), (train, "--resume", "ckpt.pt"),
-    (train, "--init words", "words"), (train, "--data no", "no"), (train, "--data words --seq-len 400", "short"),
-    (train, "--batch_size 4", "--batch_size"), (train, "--muon False", "False"), (train, "--muon=1", "--no-muon"),
-    (sample, "--top_k 5", "--top_k"), (sample, "--temperature nan", "--temp"), (sample, "--top-p 1.1", "--top-p"),
-    (sample, "--prompt -", "UTF-8"), (sample, "--ckpt no", "no"),
-    (sample, "--ckpt run --device cpu --prompt \u00e9", "\u00e9")]
+    (train, "--wiring mag --gate-floor 0.3,2", "--gate-floor"), (train, "--model swa --telemetry", "--telemetry"),
+    (train, "--lr nan", "--lr"), (train, "stray", "stray"), (train, "--device mps", "mps"),
+    (train, "--resume", "ckpt.pt"), (train, "--init words", "words"), (train, "--data gone", "gone"),
+    (train, "--data words --seq-len 400", "short"), (train, "--muon False", "False"),
+    (sample, "--top-p 1.1", "--top-p"), (sample, "--ckpt gone", "gone"), (sample, "--prompt -", "UTF-8"),
+    (sample, "--ckpt run --device cpu --prompt \u00e9", "\u00e9"),
+    (eval, "--ckpt gone", "gone"), (eval, "--task mqar --window 0", "--window"),
+    (eval, "--task mqar --pairs 1 7", "vocab=16"), (eval, "--task mqar --model gpt", "transformer"),
+    (eval, "--task mad --model atlas,muon=no", "muon=no"), (eval, "--task mad --model atlas,chunk=x", "'x'"),
+    (eval, "--task online --features exp --no-muon", "--features"),
+    (bench, "--json gone/x", "gone"), (bench, "--part peers --plot x.png", "--part layer"),
+    (episodic, "--grok --modulus 12", "--modulus"), (episodic, "--arithmetic 1.5", "--arithmetic"),
+    (episodic, "--resume", "ckpt.pt"), (episodic, "--words 9", "--words"), (episodic, "--data gone", "gone")]
 
 
 @pytest.mark.parametrize("module, argv, word", MISTAKES)
@@ -1369,17 +1320,6 @@ def test_resume_refuses_what_would_change_the_run(copy, text, tmp_path, capsys):
         assert argv[0].replace("--no-", "--") in said
     assert contents(copy) == before
     assert train.settings(dict(resume=True, window=3, log_every=7), saved(copy))[0].log_every == 7
-
-
-def test_an_amd_core_computes_fast_if_it_is_exact(monkeypatch):
-    """One with bfloat16 would round every product of the memory."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict(avx512_f=True, sse4a=True))
-    for exact, precision in (True, "medium"), (False, "highest"):
-        a = torch.full((64, 64), 1 + 2**-12 * exact)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "full", lambda *_: a)
-            assert train.setup("cpu", 1) == CPU and torch.get_float32_matmul_precision() == precision
-        torch.set_float32_matmul_precision("highest")
 
 
 # ---- the run
@@ -1567,7 +1507,7 @@ def test_lr_schedule_by_hand():
     assert [train.lr_scale(i, tc) for i in range(10)] == pytest.approx([.25, .5, .75, .7, .6, .5, .4, .3, .2, .1])
     assert [train.lr_scale(i, replace(tc, warmup=0)) for i in (0, 5)] == [1, 0.5]
     sgd = torch.optim.SGD([dict(params=[torch.nn.Parameter(torch.ones(1))], times=10.0)])
-    train.update([sgd], tc, 0.5)
+    train.update(torch.nn.Linear(1, 1), [sgd], tc, 0, 0.5, 0.0)
     assert sgd.param_groups[0]["lr"] == pytest.approx(5 * tc.lr)          # of the embedding: --embed-lr
 
 
@@ -1625,17 +1565,6 @@ def test_without_a_compiler_and_with_remat_the_run_is_the_same(text, trained, tm
     assert "torch.compile failed" in capsys.readouterr().out and same(saved(tmp_path)["model"], saved(trained)["model"])
 
 
-def test_report_is_of_what_it_says(capsys, monkeypatch):
-    """Where each token costs more than the last, a long text must not take for ever: the carried loss is of a part."""
-    model = models.build("transformer", vocab_size=11, n_layer=1, n_embd=16, n_head=2)
-    monkeypatch.setattr(train, "LONGEST", 30)
-    ids = torch.arange(200).numpy() % 11
-    loss = train.report(model, data.make_tokenizer("char", "abcdefghij\u00e9"), ids, 16, 2)
-    reset, carried = capsys.readouterr().out.splitlines()
-    assert f" 61 tokens  {train.evaluate(model, ids[:61], 16, 2, carry=True):.4f} nats" in carried
-    assert f" 200 tokens  {loss:.4f} nats" in reset and f"{loss / math.log(2) * 199 / 217:.4f} bits/byte" in reset
-
-
 # ---- sampling
 
 def speak(capsys, ckpt, *flags):
@@ -1672,7 +1601,6 @@ def test_prompts_and_stop_texts(trained, tmp_path, capsys, monkeypatch):
     assert train.encode_prompt(data.make_tokenizer("byte", ""), "") == [10]
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="no matplotlib")
 def test_curves(tmp_path, capsys, monkeypatch):
     """Catches a curve that is another column's, a run that is missing, a traceback where there is no run."""
     drawn = {}
@@ -1723,41 +1651,26 @@ def test_stream_tells_growth_and_nan(capsys):
     eval.stream(Stub(uniform, slowly, mixer="attention", attn_window=0), ids, 20_000)
     with pytest.raises(train.Halt, match="nan after 1,024 tokens"):
         eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000)
-
-
-@pytest.mark.parametrize("more", [dict(chunk=96), dict(chunk=8, wiring="mac", attn_window=100)], ids=str)
-def test_state_is_measured_at_the_same_place(more, capsys):
-    """Within a chunk or segment a state holds more: a healthy model would be said to grow."""
-    model = models.build("omeganet", vocab_size=5, n_layer=1, n_embd=8, n_head=1, head_dim=4, **more)
-    eval.stream(model, torch.arange(50) % 5, 12_000)
+    shape = dict(vocab_size=5, n_layer=1, n_embd=8, n_head=1, head_dim=4, wiring="mac", attn_window=100)
+    eval.stream(models.build("omeganet", chunk=96, **shape), ids, 12_000)      # within a chunk or segment it holds more
     assert "state +0.0%" in capsys.readouterr().out
 
 
-def test_no_write_leaves_the_memory_at_its_start(monkeypatch):
-    """Catches --no-write that leaves one layer writing: it says what the memory is worth."""
-    monkeypatch.setattr(train, "load_checkpoint", lambda path: dict(path=path, preset=path))
-    monkeypatch.setattr(train, "rebuild", lambda ckpt: (models.build(ckpt["path"], n_embd=16, n_head=2, chunk=4), None))
-    tokens, moved = torch.arange(10)[None], []                # of the four layers of two models
+def test_no_write_leaves_the_memory_at_its_start(trained):
+    """Catches --no-write that writes: it says what the memory is worth."""
     for no_write in (False, True):
-        _, model, _ = eval.load("omeganet", CPU, no_write)
-        assert not model.training
-        for block, state in zip(model.blocks, model(tokens)[1]):
-            moved.append(any((W != M0).any() for W, M0 in zip(omega.total(state.rule), block.mixer.M0)))
-    assert moved == [True, True, False, False]
-    with pytest.raises(data.UserError, match="no-write"):
-        eval.load("transformer", CPU, True)
+        _, model, _ = eval.load(trained, CPU, no_write)
+        [state] = model(torch.arange(10)[None])[1]
+        M0 = model.blocks[0].mixer.M0
+        assert not model.training and no_write == all((W == m).all() for W, m in zip(omega.total(state.rule), M0))
 
 
-def test_text_task_on_a_checkpoint(tmp_path, capsys, monkeypatch):
+def test_text_task_on_a_checkpoint(trained, text, capsys, monkeypatch):
     """Catches a split, a tokenizer or a window length that is not that of the checkpoint, and exit code 0 after NaN."""
-    text, out = tmp_path / "t.txt", str(tmp_path / "out")
-    text.write_text("to be or not to be that is the question " * 60)
-    tiny = "--n-layer 1 --n-embd 16 --n-head 2 --steps 2 --seq-len 16 --batch-size 2 --device cpu"
-    assert train.main([*tiny.split(), "--data", str(text), "--out", out]) == 0
-    capsys.readouterr()
-    assert eval.main(["--ckpt", out, "--device", "cpu", "--stream", "2048"]) == 0
+    argv = ["--ckpt", str(trained), "--device", "cpu", "--stream"]
+    assert eval.main([*argv, "2048"]) == 0
     said = capsys.readouterr().out
-    model, tokenizer = train.rebuild(train.load_checkpoint(out))
+    _, model, tokenizer = eval.load(trained, CPU)
     val = data.split(tokenizer.encode(text.read_text()), 16)[1]
     for carry in (False, True):
         assert f"{train.evaluate(model, val, 16, 8, carry=carry):.4f} nats/token" in said
@@ -1765,18 +1678,15 @@ def test_text_task_on_a_checkpoint(tmp_path, capsys, monkeypatch):
     assert f"{at[16:32].mean():.4f}   longer than in training" in said and f"mean of {n} windows of 64" in said
     assert "not the text" not in said and "state +0.0%" in said
     monkeypatch.setattr(eval, "position_loss", lambda model, ids, length, *_: (torch.full((length,), math.nan), 1))
-    assert eval.main(["--ckpt", out, "--device", "cpu"]) == 1 and "not finite" in capsys.readouterr().err
+    assert eval.main([*argv, "0"]) == 1 and "not finite" in capsys.readouterr().err
 
 
 def test_accuracy_of_an_oracle_and_of_a_fool():
     """Catches answers counted where nothing is asked, and sequences shared by training and test."""
     draw = lambda step, g: data.mqar(4, 4, 4, 16, 24, g)
     train_set, test_set = (list(map(eval.sequences(draw, 1337, CPU, test), range(3))) for test in (False, True))
-
-    def recall(x):
-        values = [[dict(zip(row[0:8:2], row[1:8:2])).get(key, 0) for key in row] for row in x.tolist()]
-        return F.one_hot(torch.tensor(values), 16).float()
-    assert eval.accuracy(Stub(recall), test_set) == 1.0
+    answers = iter([y.clamp_min(0) for _, y in test_set])
+    assert eval.accuracy(Stub(lambda x: F.one_hot(next(answers), 16).float()), test_set) == 1.0
     assert eval.accuracy(Stub(lambda x: torch.zeros(*x.shape, 16)), test_set) == 0.0
     assert len({x.numpy().tobytes() for x, _ in train_set + test_set}) == 6
 
@@ -1814,27 +1724,16 @@ def test_campaigns_go_on_where_they_stopped(task, names, tmp_path, capsys, monke
     assert (config.memory, config.muon, config.vocab_size, config.n_embd, steps, lr) == ("linear", False, 9, 64, 9, 0.1)
 
 
-def passed_by_hand(k, v, step, momentum, window, muon):
-    """|M(k) - v|^2 / |v|^2 of a matrix M from 0 on, for one sequence k, v (T, D): the Omega rule, token by token."""
-    W = S = torch.zeros(k.shape[1], v.shape[1])
-    for t in range(len(k)):
-        near = slice(max(0, t - window + 1), t + 1)
-        S = momentum * S + k[near].T @ (k[near] @ W - v[near]) / window
-        W = W - step * (newton_schulz_ref(S) if muon else S)
-    return (k @ W - v).square().sum(-1) / v.square().sum(-1)
-
-
-@pytest.mark.parametrize("momentum", [False, True])
-@pytest.mark.parametrize("window, muon", [(1, False), (3, False), (3, True)])
-def test_online_by_hand(window, muon, momentum, monkeypatch):
-    """Catches another rule than the table says, errors of other pairs, or of a step that is another one's."""
+def test_one_pass_by_hand(monkeypatch):
+    """Keys at right angles do not disturb each other: each visit of a window leaves 1 - step / window of an error.
+    Catches errors of other pairs, or of a step that is another one's, a window or a momentum that gets lost."""
     monkeypatch.setattr(eval, "STEPS", torch.tensor([0.3, 0.7]))
-    layer = models.Memory(models.configure("atlas", **{**eval.PLAIN, "head_dim": 6}))
-    rule = layer.config.rule()._replace(window=window, muon_every=int(muon))
-    k, v = F.normalize(torch.randn(2, 1, 5, 6), dim=-1), torch.randn(2, 1, 5, 6)
-    for got, step in zip(eval.one_pass(layer, rule, momentum, k, v), (0.3, 0.7)):
-        want = torch.cat([passed_by_hand(a[0], b[0], step, 0.9 * momentum, window, muon) for a, b in zip(k, v)]).mean()
-        assert got.item() == pytest.approx(want.item(), rel=1e-4)
+    layer, step = models.Memory(models.configure("atlas", **{**eval.PLAIN, "head_dim": 6})), eval.STEPS[:, None]
+    k, v, rest = torch.eye(6).expand(2, 1, 6, 6), torch.randn(2, 1, 6, 6), torch.arange(6, 0, -1)
+    for window, momentum, left in ((1, False, 1 - step.expand(2, 6)), (3, False, (1 - step / 3) ** rest.clamp_max(3)),
+                                   (1, True, 1 - step * (1 - 0.9 ** rest) / 0.1)):
+        rule = layer.config.rule()._replace(window=window, muon_every=0)
+        close(eval.one_pass(layer, rule, momentum, k, v), left.square().mean(1), 1e-5)
 
 
 def test_online_table(capsys):
@@ -1895,25 +1794,6 @@ def test_bench_smoke(tmp_path, capsys):
         assert r["median_s"] > 0 and r["runs"] >= 3 and r["tokens_per_s"] > 0
         assert set(keys[r["part"]].split()) <= set(r) and f"\n{r['part']}: " in said
     assert not plot or 0 < picture.stat().st_size < 100_000
-
-
-@pytest.mark.parametrize("program, argv, word", [
-    (eval, "--ckpt /no/such", "/no/such"), (eval, "--wat", "--wat"), (eval, "--batch-size -1", "--batch-size"),
-    (eval, "--task mqar --window 0", "--window"), (eval, "--task mqar --pairs 1 7", "vocab=16"),
-    (eval, "--task mqar --model gpt", "transformer"),
-    (eval, "--task mad --model atlas,muon=no", "muon=no"), (eval, "--task mad --model atlas,chunk=x", "'x'"),
-    (eval, "--stream -5", "--stream"),
-    (eval, "--task online --features exp --no-muon", "--features"),
-    (bench, "--part wat", "--part"), (bench, "--minutes nan", "--minutes"), (bench, "--json /no/such/x", "/no/such"),
-    (bench, "--part peers --plot x.png", "--part layer"), (bench, "--threads 0", "--threads")])
-def test_eval_and_bench_mistakes_are_one_line(program, argv, word, capsys):
-    """Catches a traceback, or a mistake that shows after minutes of work."""
-    try:
-        code = program.main(argv.split())
-    except SystemExit as end:
-        code = end.code
-    said = capsys.readouterr().err
-    assert code == 2 and said.startswith("error: ") and word in said and said.count("\n") == 1
 
 
 # ---- episodic.py
@@ -2020,25 +1900,12 @@ def test_stablemax_and_perp_grad():
     assert (w.grad * w).sum().abs() < 1e-5 and ratio.std() < 1e-4 < ratio.mean().abs()
 
 
-@pytest.mark.parametrize("flags", ["--grok --modulus 12", "--arithmetic 1.5", "--resume", "--words 9", "--batchs 3",
-                                   "--data missing.txt", "--n-embd 0"])
-def test_episodic_mistakes(tmp_path, monkeypatch, capsys, flags):
-    """One line on stderr and exit code 2. Catches: a traceback for the user's own mistake."""
-    monkeypatch.chdir(tmp_path)
-    try:
-        code = episodic.main(flags.split())
-    except SystemExit as fault:
-        code = fault.code
-    err = capsys.readouterr().err
-    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
-
-
 # ---- README.md, results/ and the house
 
 ROOT = Path(omega.__file__).resolve().parent
 README, MORE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/README.md"))
-LINES = dict(memory=130, omega=550, muon=120, poly=110, models=765, train=655, data=490, eval=560, bench=350,
-             sample=90, episodic=350, test_all=2220)
+LINES = dict(memory=130, omega=540, muon=120, poly=95, models=725, train=645, data=480, eval=535, bench=340, sample=80,
+             episodic=350, test_all=2060)
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
 
 
@@ -2057,13 +1924,9 @@ def test_readme_change_of_the_rule():
         assert source.count(old) == 1, f"no line {old}"
         source = source.replace(old, new)
     exec(source, (changed := types.ModuleType("changed")).__dict__)
-    draws = torch.Generator().manual_seed(0)
-    q, k, v, gates = (torch.rand(1, 2, 11, 3, generator=draws, dtype=torch.float64) for _ in range(4))
-    M0, phi = [torch.zeros(2, 3, 3, dtype=torch.float64)], Features("none", 3)
-    rule, gates = omega.Rule("linear", window=2, chunk=4), omega.Gates(*gates.unbind(-1), gates[..., :2])
-    ys = [form(rule, phi, q, k, v, gates, omega.start(rule, phi, M0, 1))[0]
-          for form in (changed.omega, changed.omega_ref, omega.omega)]
-    torch.testing.assert_close(ys[0], ys[1])
+    rule, phi, x = problem()
+    ys = [play(form, rule, phi, x)[0] for form in (changed.omega, changed.omega_ref, omega.omega)]
+    close(ys[0], ys[1])
     assert not torch.allclose(ys[0], ys[2]), "nothing has changed"
 
 
@@ -2178,11 +2041,9 @@ def mutants():
             text = here.with_name(file).read_text()
             Path(folder, file).write_text(text.replace(old, new))
             argv = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-k", pattern, here.name]
-            fate = "NOT FOUND" if text.count(old) != 1 else "SURVIVED"
-            if fate == "SURVIVED" and subprocess.run(argv, cwd=folder, capture_output=True).returncode == 1:
-                fate = "noticed"
-        print(fate, file, f"{old!r} -> {new!r}", flush=True)
-        survivors += fate != "noticed"
+            noticed = subprocess.run(argv, cwd=folder, capture_output=True).returncode == 1
+        print("noticed " if noticed else "SURVIVED", file, f"{old!r} -> {new!r}", flush=True)
+        survivors += not noticed
     return survivors
 
 

@@ -145,23 +145,23 @@ def train_step(model, optimizers, tc, ids, step, scale, device, dtype):
     if PROCESSES > 1:
         for a in (loss, *(p.grad for p in model.parameters() if p.grad is not None)):
             dist.all_reduce(a)
+    return update(model, optimizers, tc, step, scale, loss)
+
+
+def update(model, optimizers, tc, step, scale, loss):
+    """Clips the gradient and takes a step along it, at `scale` times the peak rates -> loss, norm. Halt as above."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip or math.inf)
     loss, norm = float(loss), float(norm)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise Halt(f"step {step + 1}: loss {loss}, gradient norm {norm}; stopped before the update, saved files are "
-                   f"intact; lower {'--lr or --muon-lr' if step else '--max-step'}")
-    update(optimizers, tc, scale)
-    return loss, norm
-
-
-def update(optimizers, tc, scale):
-    """Each parameter takes a step along its gradient, at `scale` times the peak rates."""
+                   f"intact; lower {'--lr' if step else '--max-step'}")
     for optimizer in optimizers:
         peak = tc.muon_lr if isinstance(optimizer, Muon) else tc.lr
         for group in optimizer.param_groups:
             group["lr"] = peak * group.get("times", 1.0) * scale
         optimizer.step()
         optimizer.zero_grad()
+    return loss, norm
 
 
 @torch.no_grad()
