@@ -604,6 +604,8 @@ class LM(nn.Module):
         Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape.
         """
         x = self.embed(tokens)
+        if state and not tokens.numel():                      # an empty piece
+            return self.head(x), state
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
         states, remat = [], self.remat and torch.is_grad_enabled()

@@ -600,13 +600,13 @@ every_model = pytest.mark.parametrize("preset, more", MODELS.values(), ids=MODEL
 @every_model
 @torch.no_grad()
 def test_reading(preset, more):
-    """In pieces, token by token: the whole. Causal. Rows independent. A state of bounded size.
+    """In pieces, one empty, token by token: the whole. Causal. Rows independent. A state of bounded size.
     Catches: a cache that forgets, repeats, shifts or holds the prompt; the end's memory read at every token, padding on
     both sides, M*(x) of later tokens (four ports leak); one memory for the whole batch."""
     model, x = shaken(small(preset, **more)), tokens(1, 10).repeat(10, 1)
     y = (x + torch.eye(10, dtype=torch.long)) % 11            # row j has another token j
     (logits, _), (changed, end) = model(x), model(y)
-    for cuts in ((3, 8), tuple(range(1, 10))):
+    for cuts in ((3, 3, 8), tuple(range(1, 10))):
         state, out = None, []
         for piece in y.tensor_split(cuts, 1):
             piece, state = model(piece, state)
