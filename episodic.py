@@ -1,7 +1,7 @@
 """episodic.py - teaching a memory to store and retrieve; and grokking, watched from the inside.
 
-    python episodic.py                                episodes of language and arithmetic, on a CPU some ten minutes
-    python episodic.py --grok --plot                  a + b modulo 97: held-out sums, circles in the embedding
+    python episodic.py                                episodes of language and arithmetic, on a CPU five minutes
+    python episodic.py --grok --plot                  a + b modulo 97: held-out sums, circles in the embedding; two
     python episodic.py --resume --steps 2000          goes on; on a CPU a stopped run ends in the same bits
 
 An episode is a few batches. The storage phase shows each of them whole, the retrieval phase with words masked:

@@ -478,6 +478,8 @@ def shards_ref(size, rule, phi, q, k, v, gates, state):
     """Token by token: a global memory V reads and writes all tokens, W those of a shard, of `size` tokens, from M0 on.
 
         y_t = M(phi(q_t); V_t) + M(phi(q'_t); W_t),   q'_t = sum of k_s k_s^T q_t, over s <= t of the shard
+
+    Without Newton-Schulz V is read after it has written (choice 3). TNT reads it as it was before the shard.
     """
     ys, (M0, whole, local, kk, pos) = [], state
     for q, k, v, *gate in zip(*(repeat(None) if a is None else a.split(1, 2) for a in (q, k, v, *gates))):
