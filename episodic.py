@@ -1,15 +1,15 @@
 """episodic.py - teaching a memory to store and retrieve; and grokking, watched from the inside.
 
     python episodic.py                                episodes of language and arithmetic, on a CPU five minutes
-    python episodic.py --grok --plot                  a + b modulo 97: held-out sums, circles in the embedding; two
+    python episodic.py --grok --plot                  a + b modulo 97, two minutes: circles in the embedding
     python episodic.py --resume --steps 2000          goes on; on a CPU a stopped run ends in the same bits
 
 An episode is a few batches. The storage phase shows each of them whole, the retrieval phase with words masked:
 
     storage      to be or not to be , that is the question          23 + 45 = 68 . 90 + 11 = 4 .
-    retrieval    to be or [MASK] to be , that is the [MASK]         23 + 45 = [MASK] . 90 + 11 = [MASK] .
+    retrieval    to be or not to be , that is the [MASK]            23 + 45 = [MASK] . 90 + 11 = [MASK] .
 
-The masked words are to be told. They count ten times as much as the next words in the storage phase. The state is
+The model names the masked words. They count ten times as much as the next words in the storage phase. The state is
 carried through an episode, and each episode starts anew. Tests are of text and sums that training never shows. They
 ask twice: with the state of the storage phase, and with a new one. The difference is what the memory carried.
 """

@@ -46,7 +46,7 @@ def load(path, device, no_write=False):
     if no_write:
         if not model.config.mixer == "memory":
             raise UserError(f"--no-write: {ckpt['path']} has no memory that writes ({ckpt['preset']}); drop the flag")
-        model.config.max_step = 0.0             # the bound of all inner steps
+        model.config.max_step, model.config.keep = 0.0, False    # the bound of all inner steps; M0 is not forgotten
     return ckpt, model.to(device).eval(), tokenizer
 
 
@@ -64,7 +64,7 @@ def position_loss(model, ids, length, batch_size, n_windows):
     return total / n, n
 
 
-COLLAPSED = 0.02                                # spread over tokens of a mixing gate that has stopped to listen
+COLLAPSED = 0.02                                # share of an idle memory, or spread of a mixing gate that stands still
 
 
 def buckets(length):
@@ -184,9 +184,10 @@ def probe_task(args, device):
         for name, seen in (("inner loss, of that without writes", mean("surprise") / mean("untaught")),
                            ("step, of its bound", mean("step") * model.config.chunk / model.config.max_step)):
             lines[f"layer {i + 1}: {name}"] = range(len(ids) - len(seen), len(ids)), seen.tolist()
-        if "mixing" in at and (spread := at["mixing"].std(1, correction=0).mean().item()) < COLLAPSED:
-            say(f"warning: layer {i + 1}: its mixing gate moves by {spread:.3f} from token to token: what the memory "
-                "reads no longer matters; train with --gate-floor or --polarise")
+        gate, share = at["mixing"].std(1, correction=0).mean() if "mixing" in at else math.inf, at["share"]
+        if min(gate, share) < COLLAPSED:
+            say(f"warning: layer {i + 1}: its memory is idle: writes move the output by {share:.3f}, and the mixing gate "
+                f"moves by {gate:.3f}; train with a narrower --attn-window, --gate-floor or --polarise")
     if args.json:
         Path(args.json).write_text(json.dumps(kept) + "\n")
     if args.plot:

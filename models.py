@@ -92,7 +92,7 @@ class Config:
     polarise: float = opt(0.0, "of mag and mac: adds to the loss so many times mean(1 - |2g - 1|), g the mixing gate")
     gate_floor: str = opt("0", "of mag and mac: least share of the memory itself, until a tenth of the run, a third of "
                           "it, and after: 0.3,0.1,0.05")
-    shard: int = opt(0, "tokens of a local memory; each starts anew, side by side, beside a global one (TNT); 0: off")
+    shard: int = opt(0, "tokens of a shard; each has a local memory of its own, beside a global one (TNT); 0: off")
     attn_window: int = opt(64, "sliding window of attention in tokens, the segment of mac; 0 is full attention")
     mlp_hidden: int = opt(0, "hidden width of the SwiGLU; 0 takes 8/3 of n_embd")
     dropout: float = opt(0.0, "dropout on what each block adds to the residual stream, below 1")
@@ -446,7 +446,7 @@ def floor(config, done=1.0):
 class Wiring(nn.Module):
     """Memory and attention together, with persistent tokens p, after Titans (section 4, and its equation numbers).
 
-    M(..) learns as it reads. M*(..) only reads, the memory at the segment's start. SWA is attention with a sliding
+    M(..) learns as it reads. M*(..) reads the memory as it was at the segment's start. SWA is attention with a sliding
     window, in which p is like any token. In SWA* every token sees p, however far behind.
 
         mag   y = SWA*(p | x),  o = norm(y) * sigmoid(norm(M(p | x)))                    Eq 26 - 28
@@ -696,7 +696,7 @@ def probe(model, tokens):
         share       ()               |o - o'| / |o|: o is what the layer says, o' the same if its memory may not write
         mixing      (B, T, n_embd)   of mag and mac: the gate of the attention, sigmoid(norm(M(..)))
     """
-    calls, found, T, bound = {}, [], tokens.shape[1], model.config.max_step
+    calls, found, T, writes = {}, [], tokens.shape[1], (model.config.max_step, model.config.keep)
     layers = [block.mixer for block in model.blocks]
     handles = [m.register_forward_hook(lambda m, args, out: calls.setdefault(m, []).append((args, out)))
                for layer in layers for m in (layer, *layer.children())]
@@ -707,11 +707,11 @@ def probe(model, tokens):
         inside = getattr(layer, "memory", layer)              # of a Wiring; mac calls it once a segment
         (x, *_), (o, _) = calls[layer][0]
         seen, fresh = [inside.watch(*args) for args, _ in calls[inside]], inside.start(x).rule
-        model.config.max_step = 0.0
+        model.config.max_step, model.config.keep = 0.0, False
         share = (o - layer(x)[0]).norm() / o.norm()
         for at, ((x, state), _) in zip(seen, calls[inside]):
             at["untaught"] = inside.watch(x, state and state._replace(rule=fresh))["surprise"]
-        model.config.max_step = bound
+        model.config.max_step, model.config.keep = writes
         at = {name: torch.cat([a[name] for a in seen], -1)[..., -T:] for name in seen[0]}   # no persistent tokens
         last = calls[inside][-1][1][1].rule
         W = last.W if last.M0 else [a - b for a, b in zip(last.W, inside.M0)]

@@ -459,12 +459,12 @@ class Shards(NamedTuple):
     M0: tuple                             # where every local memory starts, matrices (H, in, out)
     whole: State                          # of the global memory
     local: State | None                   # of the shard in progress, if one is
-    kk: torch.Tensor                      # (B, H, D, D) the sum of k k^T since its first token
+    kk: torch.Tensor                      # (B, H, D, D) the sum of k k^T since the shard's first token
     pos: int                              # its tokens so far
 
 
 def global_rule(rule, size, gates):
-    """That of the global memory: a chunk is a shard, with one Newton-Schulz. Its steps are as much smaller."""
+    """That of the global memory: a chunk is a shard, with one Newton-Schulz. So step changes in proportion."""
     whole = rule._replace(chunk=size, muon_every=size if rule.muon_every else 0)
     return whole, gates._replace(step=gates.step * (rule.chunk / size))
 
@@ -477,7 +477,7 @@ def projected(kq):
 def shards_ref(size, rule, phi, q, k, v, gates, state):
     """Token by token: a global memory V reads and writes all tokens, W those of a shard, of `size` tokens, from M0 on.
 
-        y_t = M(phi(q_t); V_t) + M(phi(q'_t); W_t),   q'_t = sum of k_s k_s^T q_t, over s <= t of the shard
+        y_t = M(phi(q_t); V_t) + M(phi(q'_t); W_t),   q'_t ~ sum of k_s k_s^T q_t, over s <= t of the shard
 
     Without Newton-Schulz V is read after it has written (choice 3). TNT reads it as it was before the shard.
     """

@@ -1,7 +1,7 @@
 """test_all.py - all tests: no network, no GPU, no files but what is here.
 
     pytest test_all.py                    a minute and a half on two cores; GPU tests skip themselves
-    python test_all.py --mutants          breaks the mathematics in some thirty ways; a test must notice each
+    python test_all.py --mutants          breaks the mathematics in forty ways; a test must notice each
 
 In the order of the modules. A docstring says which mistake a test catches.
 """
@@ -940,7 +940,7 @@ def test_probe(name):
     M0 = omega.grown(inside.M0, [w.shape[2] for w in state.rule.W])
     close(found["written"], sum((w - m).square().sum((2, 3)) for w, m in zip(omega.total(state.rule), M0)).sqrt(), 1e-9)
     close(found["keep"][..., -1], inside.make_gates(z)[0][..., -1], 1e-12)
-    model.config.max_step = 0.0
+    model.config.max_step, model.config.keep = 0.0, False
     close(found["share"], (said - layer(y)[0]).norm() / said.norm(), 1e-12)
 
 
@@ -1376,7 +1376,7 @@ def test_telemetry_floor_and_loggers(text, tmp_path, monkeypatch, capsys):
     said, kept = capsys.readouterr().out, json.loads((tmp_path / "p.json").read_text())
     assert "warning" not in said and len(kept[0]["surprise"]) == 20
     monkeypatch.setattr(eval, "COLLAPSED", 1.0)
-    assert eval.main([*probe.split(), "--prompt", "to be"]) == 0 and "no longer matters" in capsys.readouterr().out
+    assert eval.main([*probe.split(), "--prompt", "to be"]) == 0 and "is idle" in capsys.readouterr().out
 
 
 def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, capsys):
@@ -1966,7 +1966,7 @@ def test_readme_names_choices_links():
 
 def test_house_rules():
     """Catches a file, function or line that has grown too long, and a leaf that leans on another file of ours."""
-    assert len(README.splitlines()) <= 260 and len(MORE.splitlines()) <= 280
+    assert len(README.splitlines()) <= 260 and len(MORE.splitlines()) <= 285
     for name, text in CODE.items():
         assert len(text.splitlines()) <= LINES[name], name
         assert [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 120] == [], name
