@@ -186,7 +186,7 @@ def probe_task(args, device):
             lines[f"layer {i + 1}: {name}"] = range(len(ids) - len(seen), len(ids)), seen.tolist()
         gate, share = at["mixing"].std(1, correction=0).mean() if "mixing" in at else math.inf, at["share"]
         if min(gate, share) < COLLAPSED:
-            say(f"warning: layer {i + 1}: its memory is idle: writes move the output by {share:.3f}, and the mixing gate "
+            say(f"warning: layer {i + 1}: its memory is idle: writes move the output by {share:.3f}, the mixing gate "
                 f"moves by {gate:.3f}; train with a narrower --attn-window, --gate-floor or --polarise")
     if args.json:
         Path(args.json).write_text(json.dumps(kept) + "\n")
