@@ -87,6 +87,8 @@ def sums(p, share, seed):
     a, b = pairs = torch.cartesian_prod(torch.arange(p), torch.arange(p))[torch.randperm(p * p, generator=random)].T
     luck = torch.rand(p, p, generator=random)[torch.minimum(a, b), torch.maximum(a, b)]
     first = luck <= luck.sort().values[max(0, int(share * p * p) - 1)]
+    if not 0 < first.sum() < p * p:
+        raise UserError(f"--share {share} leaves no sums modulo {p} on one side; take one nearer to 0.5")
     return pairs.T[first], pairs.T[~first]
 
 
@@ -297,6 +299,8 @@ def launch(given):
         train.need("matplotlib")
     old = train.load_checkpoint(Path(given.get("out", out), "ckpt.pt"), text=False) if resume else {}
     tc, config = settings(given, old)
+    if resume and old["step"] >= tc.steps:
+        return say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
     device = train.setup(tc.device, tc.threads)
     task = (Grok if tc.task == "grok" else Episodes)(tc, device)
     if resume and task.data != old["data"]:

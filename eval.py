@@ -138,7 +138,7 @@ def stream(model, ids, n):
     """n tokens through one state. Halt if a loss is not finite, or if memory grows though the state may not."""
     c, device, state, seen, total, marks = model.config, next(model.parameters()).device, None, 0, 0.0, []
     # a state's size depends on the place in a chunk, and in a segment of mac: look at it at the end of both
-    period = math.lcm(c.chunk if c.mixer == "memory" else 1, c.attn_window if c.wiring == "mac" else 1)
+    period = math.lcm((c.shard or c.chunk) if c.mixer == "memory" else 1, c.attn_window if c.wiring == "mac" else 1)
     say(f"\na stream of {n:,} tokens\n     tokens  nats/token  tokens/s  resident MiB  state bytes")
     began = time.perf_counter()
     for x, y in pieces(ids, n, -(-1024 // period) * period):
@@ -184,7 +184,7 @@ def probe_task(args, device):
         for name, seen in (("inner loss, of that without writes", mean("surprise") / mean("untaught")),
                            ("step, of its bound", mean("step") * model.config.chunk / model.config.max_step)):
             lines[f"layer {i + 1}: {name}"] = range(len(ids) - len(seen), len(ids)), seen.tolist()
-        gate, share = at["mixing"].std(1, correction=0).mean() if "mixing" in at else math.inf, at["share"]
+        gate, share = at["mixing"].std(1).mean() if "mixing" in at and len(ids) > 1 else math.inf, at["share"]
         if min(gate, share) < COLLAPSED:
             say(f"warning: layer {i + 1}: its memory is idle: writes move the output by {share:.3f}, the mixing gate "
                 f"moves by {gate:.3f}; train with a narrower --attn-window, --gate-floor or --polarise")
@@ -264,8 +264,12 @@ def campaign(args, trial, columns, chance="", names=None):
     file, names = Path(args.json) if args.json else None, names or args.model
     settings = {key: getattr(args, key) for key in SETTINGS}
     settings = {name: dict(settings, config=asdict(variant(name, args)[0])) for name in names}
-    records = json.loads(file.read_text())["records"] if file and file.exists() else []
-    done = {(r["model"], r["seed"]): r for r in records if r["settings"] == settings.get(r["model"])}
+    try:
+        records = json.loads(file.read_text())["records"] if file and file.exists() else []
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"--json {file} holds no results of such a task; give another file") from None
+    full = lambda how: dict(how, config={**asdict(models.Config()), **how["config"]})    # newer fields were off
+    done = {(r["model"], r["seed"]): r for r in records if full(r["settings"]) == settings.get(r["model"])}
     for seed, name in itertools.product(args.seeds, names):
         if (name, seed) not in done:
             began = time.perf_counter()

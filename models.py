@@ -642,6 +642,8 @@ class LM(nn.Module):
         Each token costs the same, as long as the state does not grow (`holds_all`).
         ValueError, at the first token, for an empty prompt, or a temperature, top_k or top_p below 0.
         """
+        if not tokens.numel():
+            raise ValueError("a prompt is (B, T >= 1); to begin with nothing, give the token of a newline")
         if min(temperature, top_k, top_p) < 0:
             raise ValueError(f"temperature, top_k and top_p are at least 0, not {temperature}, {top_k}, {top_p}")
         for _ in range(max_new_tokens):

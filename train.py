@@ -154,7 +154,7 @@ def update(model, optimizers, tc, step, scale, loss):
     loss, norm = float(loss), float(norm)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise Halt(f"step {step + 1}: loss {loss}, gradient norm {norm}; stopped before the update, saved files are "
-                   f"intact; lower {'--lr' if step else '--max-step'}")
+                   f"intact; lower {'--lr or --muon-lr' if step else '--max-step'}")
     for optimizer in optimizers:
         peak = tc.muon_lr if isinstance(optimizer, Muon) else tc.lr
         for group in optimizer.param_groups:
@@ -542,7 +542,7 @@ def plot(folders):
         try:
             rows = list(csv.DictReader((out / "log.csv").open()))
             train_loss, val = ([(int(r["step"]), float(r[key])) for r in rows if r[key]] for key in ("loss", "val"))
-            lines[f"{out}, training"], lines[f"{out}, validation"] = zip(*train_loss), zip(*val)
+            lines |= {f"{out}, {name}": zip(*at) for name, at in (("training", train_loss), ("validation", val)) if at}
             if share := [(int(r["step"]), float(r["memory/share"])) for r in rows if r.get("memory/share")]:
                 shares[str(out)] = zip(*share)
         except (OSError, KeyError, ValueError) as fault:
