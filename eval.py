@@ -184,9 +184,8 @@ def probe_task(args, device):
         for name, seen in (("inner loss, of that without writes", mean("surprise") / mean("untaught")),
                            ("step, of its bound", mean("step") * model.config.chunk / model.config.max_step)):
             lines[f"layer {i + 1}: {name}"] = range(len(ids) - len(seen), len(ids)), seen.tolist()
-        gate, share = at["mixing"].std(1).mean() if "mixing" in at and len(ids) > 1 else math.inf, at["share"]
-        if min(gate, share) < COLLAPSED:
-            say(f"warning: layer {i + 1}: its memory is idle: writes move the output by {share:.3f}, the mixing gate "
+        if "mixing" in at and len(ids) > 1 and min(gate := at["mixing"].std(1).mean(), at["share"]) < COLLAPSED:
+            say(f"warning: layer {i + 1}: its memory is idle: writes move its output by {at['share']:.3f}, the gate "
                 f"moves by {gate:.3f}; train with a narrower --attn-window, --gate-floor or --polarise")
     if args.json:
         Path(args.json).write_text(json.dumps(kept) + "\n")
