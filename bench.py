@@ -36,20 +36,20 @@ from torch.profiler import ProfilerActivity, profile
 
 import memory
 import models
-import muon
 import omega
+import shards
 import train
-from data import UserError
+from common import (Parser, UserError, add_device, at_least, autocast, exit_code, need, pick_dtype, picture, say, setup)
 from poly import Features
-from train import at_least, say
+from wiring import Attention
 
-HEAD, SMALL_HEAD = 64, 16                       # polynomials want small heads: 64 numbers have 2,145 of degree up to 2
+HEAD, SMALL_HEAD = 64, 16                       # monomials need small heads: 64 numbers have 2,145 of degree up to 2
 
 
 # ---- clocks, memory, tables
 
 def clock(device, run):
-    """Seconds that run() takes: of the processor on one CPU thread (those of several would add up)."""
+    """Return the seconds that run() takes; on one CPU thread those of the processor (of several they would add up)."""
     timer = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     synchronize = getattr(torch, device.type).synchronize
     synchronize()
@@ -60,7 +60,8 @@ def clock(device, run):
 
 
 def race(device, runs, seconds):
-    """The contestants (name -> function) take turns, three rounds or more, until the seconds are over -> name -> times.
+    """Let the contestants (name -> function) take turns, three rounds or more, until the seconds are over -> times.
+
     One that fails (out of memory) is left out with a line.
     """
     began, times = time.perf_counter(), {}
@@ -80,7 +81,7 @@ def race(device, runs, seconds):
 
 
 def peak_mib(device, run):
-    """The most MiB that torch's allocator has handed out at one time during run(), beyond those before it."""
+    """Return the most MiB that torch's allocator has handed out at one time during run(), beyond those before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -93,12 +94,12 @@ def peak_mib(device, run):
 
 
 def row(times, tokens, **more):
-    """A row of a table, and of the JSON."""
+    """Return a row of a table, and of the JSON."""
     return dict(more, tokens_per_s=tokens / times["median_s"], **times)
 
 
 def table(title, rows):
-    """Prints the rows without what only the JSON has."""
+    """Print the rows without what only the JSON has."""
     def cell(x):
         if isinstance(x, float):
             return f"{x:,.0f}" if x > 100 else f"{x:.3g}"
@@ -119,32 +120,31 @@ def pick(args, quick, cpu, cuda):
 
 
 def layer(args, width, head=HEAD, **differences):
-    """The mixer of a one-block LM, so that its weights start as they do in training."""
+    """Return the layer of a one-block LM, so that its weights start as they do in training."""
     shape = dict(vocab_size=2, n_layer=1, n_embd=width, n_head=width // head, head_dim=head)
     model = models.LM(models.Config(**{**differences, **shape})).to(args.device)
-    mixer = model.blocks[0].mixer
+    made = model.blocks[0].layer
     if args.compile:
         model.compile_memory()
-        if isinstance(mixer, models.Attention):               # which is compiled with its block otherwise
-            mixer.compile()
-    return mixer
+        if isinstance(made, Attention):                       # which is compiled with its block otherwise
+            made.compile()
+    return made
 
 
 def both(args, layer, x):
-    """Forward and backward of a layer x (B, T, width) -> (y, ..), to x and all parameters."""
-    with train.autocast(args.device, args.dtype):
+    """Run a layer x (B, T, width) -> (y, ..) forward, and backward to x and all parameters."""
+    with autocast(args.device, args.dtype):
         y = layer(x)[0]
     torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y), allow_unused=True)  # a peer may have idle ones
 
 
 def part_layer(args, seconds):
+    """Time one layer with its projections over length."""
     batch, width = pick(args, (1, 64), (1, 256), (4, 1024))
     lengths = pick(args, [32, 64], [256, 1024, 4096, 16384], [1024, 4096, 16384, 65536])
     layers, end, times = {}, time.perf_counter() + seconds, {}
     for name in args.model:
-        config = models.Config(**models.PRESETS[name])
-        small = config.mixer == "memory" and config.features not in ("none", "exp")
-        layers[name] = layer(args, width, SMALL_HEAD if small else HEAD, **models.PRESETS[name], expansion=2)
+        layers[name] = layer(args, width, SMALL_HEAD, **models.PRESETS[name], expansion=2)
     for i, T in enumerate(lengths):
         left = end - time.perf_counter()
         if not args.quick and 20 * sum(t["median_s"] for t in times.values()) > left:        # five calls of fourfold T
@@ -153,13 +153,15 @@ def part_layer(args, seconds):
         x = torch.randn(batch, T, width, device=args.device, requires_grad=True)
         runs = {name: partial(both, args, made, x) for name, made in layers.items()}
         times = race(args.device, runs, left / (len(lengths) - i))
-        yield (f"forward + backward, batch {batch}, width {width}, heads of {HEAD} ({SMALL_HEAD} with monomials)",
+        yield (f"forward + backward, batch {batch}, width {width}, heads of {SMALL_HEAD}",
                [row(t, batch * T, name=name, T=T, MiB=peak_mib(args.device, runs[name])) for name, t in times.items()])
 
 
 def rule_run(device, rule, batch, H, T, shard):
-    """-> omega() forward and backward, HEAD numbers a head, 2 HEAD hidden, tokens that keep the memory bounded; with
-    shards omega.shards()."""
+    """Return a function that runs omega() forward and backward, or shards() with shards of so many tokens.
+
+    HEAD numbers a head, 2 HEAD hidden, gates that keep the memory bounded.
+    """
     def rand(*shape):
         return torch.rand(batch, H, T, *shape, device=device)
     q, k, v = (F.normalize(rand(HEAD) - 0.5, dim=-1) for _ in range(3))
@@ -172,13 +174,14 @@ def rule_run(device, rule, batch, H, T, shard):
         fn, state = omega.omega, omega.start(rule, phi, M0, batch)
         if shard:
             kk = q.new_zeros(batch, H, HEAD, HEAD)
-            fn, state = partial(omega.shards, shard), omega.Shards(M0, state, None, kk, 0)
+            fn, state = partial(shards.shards, shard), shards.Shards(M0, state, None, kk, 0)
         y, _ = fn(rule, phi, q, k, v, omega.Gates(*gates), state)
         torch.autograd.grad(y, leaves, torch.ones_like(y))
     return run
 
 
 def part_rule(args, seconds):
+    """Time the rule without a network over its settings."""
     (batch, H, length), runs = pick(args, (1, 2, 128), (1, 4, 2048), (4, 16, 4096)), {}
     if args.compile:
         omega.compile_chunks()
@@ -192,27 +195,35 @@ def part_rule(args, seconds):
             MiB=peak_mib(args.device, runs[key])) for key, t in race(args.device, runs, seconds).items()])
 
 
+class Noise(train.Text):
+    """Training on random tokens."""
+
+    def __init__(self, *how):
+        train.Task.__init__(self, *how)
+        self.splits = [torch.randint(models.Config.vocab_size, (100_000,)).numpy()]
+
+
 def part_step(args, seconds):
+    """Time a training step of train.py."""
     size, runs = pick(args, "tiny", "tiny", "baby"), {}
-    ids = torch.randint(models.Config.vocab_size, (100_000,)).numpy()
     for name in args.model:
         tc, config = train.settings(dict(model=name, size=size))
-        tc = replace(tc, batch_size=1, seq_len=64) if args.quick else tc
+        tc = replace(tc, warmup=0, lr=0.01 * tc.lr, outer_muon_lr=0.01 * tc.outer_muon_lr)      # so that nothing diverges
+        task = Noise(replace(tc, batch_size=1, seq_len=64) if args.quick else tc, args.device, args.dtype)
         model = models.LM(config).to(args.device).train()
         if args.compile:
             model.compile_memory()
-        scale = 0.01                            # of the learning rates: there is no warm-up
-        how = muon.make_optimizers(model, tc), tc, ids, 0, scale, args.device, args.dtype
-        runs[name, model.num_params()] = partial(train.train_step, model, *how)
+        runs[name, model.num_params()] = partial(train.train_step, model, task.optimizers(model), task, 0)
     times = race(args.device, runs, seconds)
     base = next((t["median_s"] for (name, _), t in times.items() if name == "transformer"), None)
+    tc = task.tc
     yield f"size {size}, batch {tc.batch_size} x {tc.seq_len}; of_transformer: time over the transformer's", [
         row(t, tc.batch_size * tc.seq_len, name=name, parameters=n, ms=1e3 * t["median_s"],
             of_transformer=base and t["median_s"] / base) for (name, n), t in times.items()]
 
 
 def decode(model, state, n):
-    """n tokens, one by one. The state that goes in is never changed, so each round starts from the same one."""
+    """Read n tokens, one by one. The state that goes in never changes, so each round starts from the same one."""
     one = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
     for _ in range(n):
         _, state = model(one, state)
@@ -220,11 +231,11 @@ def decode(model, state, n):
 
 @torch.inference_mode()                         # as models.LM.generate
 def part_decode(args, seconds):
-    """One block is enough: blocks are alike, their times and bytes add up."""
+    """Time single tokens, in one block: blocks are alike, and their times and bytes add up."""
     (early, late), runs = pick(args, (128, 256), (1024, 16384), (4096, 65536)), {}               # ends of chunks
     for name in args.model:
         model, state = models.build(name, n_layer=1).to(args.device).eval(), None
-        n = model.config.chunk if model.config.mixer == "memory" and not args.quick else 8      # its end counts once
+        n = 8 if model.config.attention or args.quick else model.config.chunk    # the end of a chunk counts once
         text = torch.randint(model.config.vocab_size, (1, late), device=args.device)
         for t, piece in enumerate(text.split(early, 1), 1):
             _, state = model(piece, state)
@@ -236,9 +247,9 @@ def part_decode(args, seconds):
 
 
 def peer(args, name, width, chunk, muon):
-    """A layer by its name. Ours is Titans' rule, too, but it also has a window and a convolution."""
+    """Return a layer by its name. Ours follows Titans' rule, too, but it also has a window and a convolution."""
     if name == "attention":
-        return layer(args, width, mixer="attention", attn_window=0)
+        return layer(args, width, attention=True, attn_window=0)
     if name == "ours":
         return layer(args, width, memory="mlp", loss="l2", window=8, chunk=chunk, momentum=True, muon=muon,
                      muon_every=chunk, features="none", expansion=2, forget="zero")
@@ -249,6 +260,7 @@ def peer(args, name, width, chunk, muon):
 
 
 def part_peers(args, seconds):
+    """Time the same work done by attention, by our layer and by titans-pytorch."""
     batch, T, width = pick(args, (1, 64, 64), (1, 2048, 256), (4, 4096, 1024))
     titans = "".join(f"{d.name} {d.version}" for d in metadata.distributions(name="titans-pytorch"))    # "": not there
     cases = [(name, c, muon) for c in (64, 16) for muon in (False, True) for name in ("ours", titans) if name]
@@ -271,7 +283,7 @@ PARTS = dict(layer=(part_layer, 8), rule=(part_rule, 2), step=(part_step, 4), de
 
 
 def machine(args):
-    """What makes the figures worth keeping."""
+    """Return what makes the figures worth keeping."""
     chip, info = platform.machine(), Path("/proc/cpuinfo")
     if args.device.type == "cuda":
         chip = torch.cuda.get_device_name()
@@ -283,22 +295,23 @@ def machine(args):
 
 
 def parse(argv=None):
-    parser = train.Parser(prog="bench.py", description=__doc__)
+    """Return the flags."""
+    parser = Parser(prog="bench.py", description=__doc__)
     add = parser.add_argument
     add("--part", action="append", choices=tuple(PARTS), help="what to measure; may be given several times [all]")
     add("--model", action="append", choices=tuple(models.PRESETS), help="of layer, step and decode, likewise [all]")
     add("--minutes", type=at_least(float, 0), default=2.0, metavar="X", help="about so long; more reaches further [2]")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="[auto: cuda if there is one]")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of autocast [auto: on a CPU float32]")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
-    add("--threads", type=at_least(int, 1), default=1, metavar="N", help="CPU threads [1]")
+    add_device(parser, threads=1)
     add("--json", metavar="FILE", help="write all records there")
     add("--plot", nargs="?", const="results/bench.png", metavar="FILE", help="draw layer [results/bench.png]")
     add("--quick", action="store_true", help="tiny shapes: does it run at all?")
     return parser.parse_args(argv)
 
 
-def run(args):
+def measure(args):
+    """Run the parts, print their tables, keep and draw the results."""
     for path in filter(None, (args.json, args.plot)):         # fail now, not after all the work
         if not Path(path).parent.is_dir():
             raise UserError(f"no folder {Path(path).parent} for {path}; make it first")
@@ -306,11 +319,11 @@ def run(args):
     if args.plot:
         if "layer" not in parts:
             raise UserError("--plot draws --part layer")
-        train.need("matplotlib")
-    args.device, args.model = train.setup(args.device, args.threads), args.model or list(models.PRESETS)
+        need("matplotlib")
+    args.device, args.model = setup(args.device, args.threads), args.model or list(models.PRESETS)
     cpu = args.device.type == "cpu"
     args.compile = not cpu if args.compile is None else args.compile
-    args.dtype = train.pick_dtype("float32" if cpu and args.dtype == "auto" else args.dtype, args.device)
+    args.dtype = pick_dtype("float32" if cpu and args.dtype == "auto" else args.dtype, args.device)
     about, records = machine(args), []
     say("  ".join(f"{name} {value}" for name, value in about.items()))
     torch.manual_seed(0)
@@ -325,14 +338,14 @@ def run(args):
         if args.json:
             Path(args.json).write_text(json.dumps(dict(argv=sys.argv[1:], machine=about, records=records)) + "\n")
     if args.plot:
-        lines = {name: [[row[x] for row in records if row["part"] == "layer" and row["name"] == name]
-                        for x in ("T", "tokens_per_s")] for name in args.model}
+        lines = {models.title(name): [[row[x] for row in records if row["part"] == "layer" and row["name"] == name]
+                                      for x in ("T", "tokens_per_s")] for name in args.model}
         axes = "sequence length [tokens]", "forward + backward of one layer [tokens/s]"
-        train.picture(args.plot, lines, *axes, log="xy")
+        picture(args.plot, lines, *axes, log="xy")
 
 
 def main(argv=None):
-    return train.exit_code(partial(run, parse(argv)))
+    return exit_code(partial(measure, parse(argv)))
 
 
 if __name__ == "__main__":

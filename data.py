@@ -1,10 +1,9 @@
-"""data.py - text and synthetic tasks: everything that becomes tokens.
+"""data.py - text becomes tokens, and tokens become batches.
 
-read finds a text or token files, make_tokenizer turns text into ids, split, batch, windows and streams cut ids up,
-mqar, needle and the tasks of MAD are drawn at random. There is no loader object: a batch is a function of (seed,
-step), so an exact resume needs no loader state. `python data.py --data corpus --out tokens` makes token files.
+`read` finds a text or token files, `make_tokenizer` turns text into ids, and `split`, `batch`, `windows` and `streams`
+cut ids up. There is no loader object: a batch is a function of (seed, step), so an exact resume needs no loader state.
+`python data.py --data corpus --out tokens` makes token files.
 """
-import argparse
 import codecs
 import glob
 import hashlib
@@ -14,13 +13,15 @@ import re
 import sys
 import urllib.request
 from collections import Counter, defaultdict
-from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from common import Parser, UserError, exit_code, replacing, say
 
 SHAKESPEARE = Path(__file__).resolve().parent / "data" / "shakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -32,25 +33,9 @@ BLOCK = 2**24                                           # characters encoded at 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"       # its words
 
 
-class UserError(Exception):
-    """A mistake of the user's, told in one line that names fault and remedy."""
-
-
-@contextmanager
-def replacing(path):
-    """A temporary name beside `path`, renamed to it at the end: a crash leaves the old file or the new, never half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 # ---- text and token files
 class Corpus(NamedTuple):
-    """What a name stands for: a text, token files, or a mix of these."""
+    """What a name of --data stands for: a text, token files, or a mix of these."""
     used: str                                           # the name of what was really read
     sha256: str
     text: str = ""
@@ -58,10 +43,10 @@ class Corpus(NamedTuple):
     mix: tuple = ()                                     # (weight, Corpus) of each part
 
     def splits(self, tokenizer, seq_len):
-        """-> ids to train and to validate on, arrays (N,). Raises UserError where tokenizer or seq_len do not fit.
+        """Return ids to train and to validate on, arrays (N,). Raises UserError where tokenizer or seq_len do not fit.
 
-        Of a mix each part is cut alone. To train, the part that lasts longest comes once and the others again and
-        again, up to their weight; to validate, the part that ends first comes once and the others are cut.
+        Each part of a mix is split alone. In training the part that lasts longest comes once, and the others repeat up
+        to their weight. In validation the part that ends first comes once, and the others are cut.
         """
         if self.mix:
             weights, parts = zip(*((weight, part.splits(tokenizer, seq_len)) for weight, part in self.mix))
@@ -81,13 +66,13 @@ class Corpus(NamedTuple):
 
 
 def read(name):
-    """A name as --data takes it -> Corpus.
+    """Return the Corpus of a name as --data takes it.
 
-    'shakespeare' is data/shakespeare.txt beside this file, downloaded if missing. Without network it is 'pydoc',
-    Python's own help text, which differs between Python versions, so it is no benchmark.
-    A folder with nanoGPT's token files (*train*.bin and *val*.bin, no meta.pkl) is these, mapped and not loaded.
-    Anything else is a UTF-8 file, or all .txt files of a folder and its subfolders, with a newline between two. Of
-    .json and .jsonl files the "text" fields count. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight.
+    'shakespeare' is data/shakespeare.txt beside this file, downloaded if missing. Without a network it is 'pydoc',
+    Python's own help text; that differs between Python versions, so it is no benchmark.
+    A folder with nanoGPT's token files (*train*.bin and *val*.bin, no meta.pkl) stands for these; they are mapped, not
+    loaded. Anything else is a UTF-8 file, or all .txt files of a folder and its subfolders, joined by newlines. In .json
+    and .jsonl files only the "text" fields count. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight.
     Raises UserError for what cannot be read, is empty or not UTF-8.
     """
     parts = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
@@ -108,7 +93,7 @@ def read(name):
 
 
 def mixed(mix):
-    """(weight, Corpus) of each part -> Corpus. Its text begins with what each has to train, for `make_tokenizer`."""
+    """Return the Corpus of (weight, Corpus) pairs. Its text begins with the training part of each: make_tokenizer."""
     if not all(weight > 0 for weight, _ in mix):
         raise UserError("a weight of --data is 0; leave that part out")
     used = ",".join(f"{part.used}:{weight:g}" for weight, part in mix)
@@ -119,7 +104,7 @@ def mixed(mix):
 
 
 def _text(name):
-    """The text of a file, or of all .txt files of a folder, ordered by path. Line ends stay as they are."""
+    """Return the text of a file, or of all .txt files of a folder, ordered by path. Line ends stay as they are."""
     paths, texts = [Path(name)], []
     if os.path.isdir(name):                             # glob skips hidden names (.ipynb_checkpoints, ._a.txt)
         paths = [Path(name, path) for path in sorted(glob.glob("**/*.[tT][xX][tT]", root_dir=name, recursive=True))]
@@ -144,7 +129,7 @@ def _text(name):
 
 
 def _shakespeare():
-    """-> the text, or None and a line on stderr if there is neither file nor network."""
+    """Return the text, or None and a line on stderr if there is neither a file nor a network."""
     if SHAKESPEARE.exists():
         return SHAKESPEARE.read_bytes().decode()
     try:
@@ -178,7 +163,7 @@ class Tokenizer:
             self.bpe = tiktoken.Encoding(kind, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text):
-        """str -> (T,) int64 array. Raises UserError naming the characters that the vocabulary lacks."""
+        """Return the ids of a text, an int64 array (T,). Raises UserError naming characters that the vocabulary lacks."""
         if self.kind == "byte":
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
         if self.kind in ("bpe", "gpt2"):
@@ -189,29 +174,37 @@ class Tokenizer:
         return np.fromiter(map(self.ids.__getitem__, text), np.int64, len(text))
 
     def decode(self, ids):
-        """ids (any integer sequence, array or tensor) -> str; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids (a sequence, array or tensor); bytes that are not UTF-8 become U+FFFD."""
         return self.stream()(ids, final=True)
 
     def stream(self):
-        """-> feed(ids, final=False): one id or several -> the text they complete. The first bytes of a character
-        wait for its last one; feed(final=True) at the end lets out what is left, as U+FFFD.
+        """Return feed(ids, final=False), which returns the text that one id or several complete.
+
+        The first bytes of a character wait for its last one. feed(final=True) lets out what is left, as U+FFFD.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda ids=(), final=False: decoder.decode(
             b"".join(self.tokens[i] for i in torch.as_tensor(ids).reshape(-1).tolist()), final)
 
     def bytes_a_token(self, ids):
-        """Mean bytes of ids[1:], which a model that reads ids (N,) predicts: turns nats a token into bits a byte."""
+        """Return the mean bytes of ids[1:], which a model that reads ids (N,) predicts: for bits a byte."""
         return int(self.lengths[ids[1:]].sum()) / (len(ids) - 1)
 
     def state(self):
-        """The arguments that make it again, in plain types: torch.load(weights_only=True) reads them back."""
+        """Return the arguments that make it again, in plain types, as torch.load(weights_only=True) reads them."""
         return {"kind": self.kind, "tokens": self.tokens}
 
 
+def encode_prompt(tokenizer, prompt):
+    """Return the ids to start from; for an empty prompt the id of a newline, or 0 where the vocabulary has none."""
+    return tokenizer.encode(prompt) if prompt else [tokenizer.tokens.index(b"\n") if b"\n" in tokenizer.tokens else 0]
+
+
 def make_tokenizer(kind, text, bpe_size=1024):
-    """The tokenizer of this kind. char takes its vocabulary from all of text, as nanoGPT does; bpe learns up to
-    bpe_size tokens from the first 90 %, which are trained on. Raises UserError where text or network is missing.
+    """Return a tokenizer of this kind. Raises UserError where a text or the network is missing.
+
+    char takes its vocabulary from the whole text, as nanoGPT does. bpe learns up to bpe_size tokens from the first 90 %,
+    which are trained on.
     """
     if kind == "byte":
         return Tokenizer(kind, EVERY_BYTE)
@@ -231,9 +224,11 @@ def make_tokenizer(kind, text, bpe_size=1024):
 
 
 def train_bpe(text, size):
-    """Byte-pair encoding (Sennrich et al. 2016): start from all bytes; again and again make the two neighbours that
-    occur most often inside of GPT-2's words one more token -> at most `size` tokens, fewer where none occur twice.
-    Pairs are counted by the bytes they make, as tiktoken merges them. Of equal counts the first in byte order wins.
+    """Return at most `size` tokens of byte-pair encoding (Sennrich et al. 2016), fewer where no pair occurs twice.
+
+    It starts from all bytes. Again and again the two neighbours that occur most often inside of GPT-2's words become
+    one more token. Pairs are counted by the bytes they make, as tiktoken merges them. Of equal counts the first in byte
+    order wins.
     """
     import regex                                        # tiktoken requires it
     times = Counter(match.group() for match in regex.finditer(GPT2_PATTERN, text))
@@ -264,7 +259,7 @@ def train_bpe(text, size):
 
 # ---- batches
 def split(ids, seq_len=1, name="the text"):
-    """ids (N,) -> the first 90 % to train, the last 10 % to validate, as nanoGPT cuts. UserError if too few."""
+    """Return the first 90 % of ids (N,) to train and the last 10 % to validate, as nanoGPT. UserError if too few."""
     cut = len(ids) * 9 // 10
     if (n := len(ids) - cut) <= seq_len:
         raise UserError(f"{name} is too short: validation keeps {n} tokens, no more than --seq-len {seq_len}")
@@ -273,21 +268,22 @@ def split(ids, seq_len=1, name="the text"):
 
 @lru_cache(4)
 def epoch(n, seq_len, seed, number):
-    """Where an epoch's windows start in n tokens: side by side from a random offset on, in random order."""
+    """Return where an epoch's windows start in n tokens: side by side from a random offset on, in random order."""
     count = max(1, n // seq_len - 1)
     random = np.random.default_rng([seed % 2**64, number])      # hashes the pair: (0, 1), (1, 0) share nothing
     return random.integers(n - count * seq_len) + seq_len * random.permutation(count)
 
 
 def inputs_and_targets(ids, starts, length):
-    """-> x, y (B, length) int64: ids from each start on, and y one token later."""
+    """Return x, y (B, length) int64: ids from each start on, and y one token later."""
     rows = torch.stack([torch.as_tensor(ids[i: i + length + 1]).long() for i in starts])
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def batch(ids, seed, step, batch_size, seq_len):
-    """ids (N,) -> x, y (B, T) int64, where y is x one token later. A pure function of (seed, step): every window of
-    an epoch comes once, then those of the next. N is at least T + 1 (Corpus.splits sees to it).
+    """Return x, y (B, T) int64 of ids (N,), N > T; y is x one token later. A pure function of (seed, step).
+
+    Every window of an epoch comes once, then the windows of the next epoch.
     """
     count = len(epoch(len(ids), seq_len, seed, 0))
     numbers = range(step * batch_size, (step + 1) * batch_size)
@@ -296,8 +292,10 @@ def batch(ids, seed, step, batch_size, seq_len):
 
 
 def windows(ids, seq_len, batch_size, every=1):
-    """Yield x, y (<= B, T) int64: every token of ids but the first is a target exactly once. A shorter window comes
-    last, as a batch of one, so weight means by y.numel(). every > 1: only each `every`-th whole window.
+    """Yield x, y (<= B, T) int64, in which every token of ids but the first is a target exactly once.
+
+    A shorter window comes last, as a batch of one, so weight means by y.numel(). With every > 1 only each `every`-th
+    whole window comes.
     """
     whole = (len(ids) - 1) // seq_len * seq_len
     starts = range(0, whole, every * seq_len)
@@ -308,8 +306,9 @@ def windows(ids, seq_len, batch_size, every=1):
 
 
 def streams(ids, seq_len, n):
-    """Yield x, y (n, <= T) int64: the same text as n streams side by side, in pieces of seq_len, for a state that
-    is carried on. Fewer than n tokens are left out at the end; n tokens or fewer make fewer streams.
+    """Yield x, y (n, <= T) int64: the text as n streams side by side, in pieces of seq_len, for a carried state.
+
+    Fewer than n tokens are left out at the end. A text of n tokens or fewer makes fewer streams.
     """
     n = min(n, len(ids) - 1)
     length = (len(ids) - 1) // n
@@ -317,143 +316,13 @@ def streams(ids, seq_len, n):
         yield inputs_and_targets(ids, range(i, i + n * length, length), min(seq_len, length - i))
 
 
-# ---- synthetic tasks
-def distinct(batch, n, below, generator):
-    """-> (batch, n): n different numbers 0 .. below - 1 a row, in random order."""
-    return torch.rand(batch, below, generator=generator).topk(n).indices
+# ---- python data.py
 
+def make_files(args):
+    """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does; `split` cuts the text.
 
-def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
-    """Multi-query associative recall: pairs of a key and its value, then some of the keys again; answer with the value.
-    After Arora et al. 2023 (Zoology, arXiv 2312.04927), as https://github.com/HazyResearch/zoology draws it.
-
-    mqar(1, n_pairs=3, n_queries=2, vocab=12, seq_len=14, generator=torch.Generator().manual_seed(7)):
-
-                 key  val  key  val  key  val query                               query
-        tokens     3   11    4   10    1    8    4    0    0    0    0    0    3    0
-        targets -100 -100 -100 -100 -100 -100   10 -100 -100 -100 -100 -100   11 -100
-
-    -> tokens, targets (batch, seq_len) int64 on the CPU. Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1,
-    each at most once in a row; 0 fills the rest; targets are -100 where no answer is asked. Queries stand 2g places
-    behind the last pair, g = 0, 1, .. drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler).
-    """
-    if not (1 <= n_queries <= n_pairs <= vocab // 2 - 1 and 2 * (n_pairs + n_queries) <= seq_len):
-        raise UserError("mqar needs 1 <= n_queries <= n_pairs <= vocab/2 - 1 and 2 (n_pairs + n_queries) <= seq_len, "
-                        f"not {n_pairs=}, {n_queries=}, {vocab=}, {seq_len=}")
-    keys = 1 + distinct(batch, n_pairs, vocab // 2 - 1, generator)
-    values = vocab // 2 + distinct(batch, n_pairs, vocab - vocab // 2, generator)
-    asked = distinct(batch, n_queries, n_pairs, generator)
-    weights = torch.arange(1, (seq_len - 2 * n_pairs) // 2 + 1, dtype=torch.float64) ** -0.99
-    place = 2 * n_pairs + 2 * torch.multinomial(weights.expand(batch, -1), n_queries, generator=generator)
-    tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
-    tokens[:, 0:2 * n_pairs:2], tokens[:, 1:2 * n_pairs:2] = keys, values
-    tokens.scatter_(1, place, keys.gather(1, asked))
-    targets = torch.full_like(tokens, -100).scatter_(1, place, values.gather(1, asked))
-    return tokens, targets
-
-
-def needle(batch, n_pairs, seq_len, generator, symbols=16):
-    """Pairs of a key and its value anywhere in noise; at the end each key is asked for, in random order. Token 0 stands
-    behind a key that asks; then come `symbols` tokens each for noise, keys (at most once a row) and values.
-    needle(1, 2, 12, g, symbols=3), where g is torch.Generator().manual_seed(10521) here and below:
-        tokens     1    1    6    7    1    1    4    9    4    0    6    0
-        targets -100 -100 -100 -100 -100 -100 -100 -100    9 -100    7 -100
-    """
-    n = seq_len - 2 * n_pairs
-    slot = distinct(batch, n_pairs, n - n_pairs, generator)
-    place = slot + slot.argsort(-1).argsort(-1)                 # one further for each pair that stands before it
-    keys = 1 + symbols + distinct(batch, n_pairs, symbols, generator)
-    values = torch.randint(1 + 2 * symbols, 1 + 3 * symbols, keys.shape, generator=generator)
-    tokens = torch.randint(1, 1 + symbols, (batch, seq_len), generator=generator)
-    tokens.scatter_(1, place, keys).scatter_(1, place + 1, values)
-    targets = torch.full_like(tokens, -100)
-    tokens[:, n::2], tokens[:, n + 1::2], targets[:, n::2] = keys, 0, values
-    return tokens, targets
-
-
-# The tasks of MAD (Poli et al. 2024, arXiv 2403.17844, https://github.com/athms/mad-lab), written anew. Every batch is
-# new, and training asks for the answers alone; MAD has fixed training sets, and its recalls train on every next token.
-def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
-    """In-context recall: n_keys pairs of a key and its value come again and again, asked from their second time on. A
-    share `noise` of the pairs is noise. Fuzzy recall: a key has `motif` tokens (in MAD's training also fewer), a value
-    1 to `motif`. `symbols` tokens each are for keys and values, then twice as many for noise.
-    recall(1, 2, 16, g, symbols=3, motif=2, noise=0.2):
-        tokens     2    1    3    0    2    5    3    2    1    3    7   11    9    0    2    5
-        targets -100 -100 -100 -100 -100 -100 -100 -100    3 -100 -100 -100 -100 -100    5    3
-    """
-    n, at = seq_len // (motif + 1) + 1, torch.arange(motif)     # n pairs are enough, were all values one token
-    keys = distinct(batch, n_keys, symbols ** motif, generator)[..., None] // symbols ** at % symbols
-    values = torch.randint(symbols, 2 * symbols, keys.shape, generator=generator)
-    values.masked_fill_(at > torch.randint(motif, (batch, n_keys, 1), generator=generator), -1)
-    pick = torch.randint(n_keys, (batch, n), generator=generator)
-    pick[torch.rand(batch, n, generator=generator) < noise] = -1
-    tokens = torch.cat([keys, values], -1)[torch.arange(batch)[:, None], pick]          # (batch, n, 2 motif)
-    order = (tokens < 0).flatten(1).int().argsort(stable=True)[:, :seq_len + 1]         # closes the gaps, the -1
-    tokens[pick < 0] = torch.randint(2 * symbols, 4 * symbols, tokens[pick < 0].shape, generator=generator)
-    seen = (pick[:, :, None] == pick[:, None]).tril(-1).any(-1) & (pick >= 0)
-    targets = torch.where(seen[..., None] & (torch.arange(2 * motif) >= motif), tokens, -100)
-    return tokens.flatten(1).gather(1, order[:, :-1]), targets.flatten(1).gather(1, order[:, 1:])
-
-
-def compression(batch, n_tokens, generator, symbols=15):
-    """Random tokens, a token "compress", then a token for each place that asks what stood there. In MAD an MLP answers
-    from the output at "compress" alone; here a model may look further back, so only a fixed state has to compress.
-    compression(1, 4, g, symbols=5):
-        tokens     1    0    4    3    5    6    7    8    9
-        targets -100 -100 -100 -100 -100    1    0    4    3
-    """
-    x = torch.randint(symbols, (batch, n_tokens), generator=generator)
-    ask = symbols + torch.arange(n_tokens + 1).expand(batch, -1)
-    return torch.cat([x, ask], 1), torch.cat([torch.full_like(ask, -100), x], 1)
-
-
-def memorization(batch, seq_len, generator, symbols=127, seed=0):
-    """Keys, each with a token "insert" that asks for its value. No value is ever shown: `seed` fixes them for all rows
-    and batches, so a model must learn them in training. Tokens: `symbols` each of keys and values, "insert".
-    memorization(1, 8, g, symbols=4):
-        tokens     3    8    0    8    3    8    1    8
-        targets -100    6 -100    4 -100    6 -100    5
-    """
-    values = symbols + torch.randperm(symbols, generator=torch.Generator().manual_seed(seed))
-    keys = torch.randint(symbols, (batch, seq_len // 2), generator=generator)
-    insert, nothing = torch.full_like(keys, 2 * symbols), torch.full_like(keys, -100)
-    return torch.stack([keys, insert], -1).flatten(1), torch.stack([nothing, values[keys]], -1).flatten(1)
-
-
-def selective_copying(batch, n_tokens, seq_len, generator, symbols=14):
-    """Tokens anywhere among blanks, a token "copy", then as many blanks, each asking for the next of the tokens.
-    selective_copying(1, 3, 10, g, symbols=4), where 4 is the blank, 5 "copy":
-        tokens     4    3    0    3    4    4    5    4    4    4
-        targets -100 -100 -100 -100 -100 -100 -100    3    0    3
-    """
-    n = seq_len - n_tokens - 1
-    x = torch.randint(symbols, (batch, n_tokens), generator=generator)
-    place = distinct(batch, n_tokens, n, generator).sort(-1).values
-    tokens = torch.full((batch, seq_len), symbols).scatter_(1, place, x)
-    tokens[:, n] = symbols + 1
-    return tokens, torch.cat([torch.full((batch, n + 1), -100), x], 1)
-
-
-# name: (draw, vocabulary size, chance); draw(batch, generator=g) -> tokens, targets. Sizes are MAD's smallest or below.
-# Chance is what the row's commonest answer scores, asked for anything: no more than that shows no recall.
-MAD = {
-    "recall": (partial(recall, n_keys=8, seq_len=128), 16, 0.35),
-    "noisy-recall": (partial(recall, n_keys=8, seq_len=128, noise=0.2), 32, 0.36),
-    "fuzzy-recall": (partial(recall, n_keys=8, seq_len=128, motif=3), 16, 0.31),
-    "compression": (partial(compression, n_tokens=31), 47, 0.16),
-    "memorization": (partial(memorization, seq_len=32), 255, 1 / 127),      # of a fixed answer: a row shows none
-    "selective-copying": (partial(selective_copying, n_tokens=16, seq_len=128), 16, 0.20)}
-
-
-def main(argv=None):
-    """Token files of a text, like nanoGPT's: OUT/train.bin and OUT/val.bin, cut by `split`, two bytes an id.
     A large text is encoded in blocks, between which gpt2 may cut words differently.
     """
-    parser = argparse.ArgumentParser(description="Makes token files of a text: OUT/train.bin and OUT/val.bin.")
-    parser.add_argument("--data", required=True, help="a text file, a folder of .txt files, shakespeare, pydoc")
-    parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="what a token is [gpt2]")
-    parser.add_argument("--out", default="tokens", type=Path, help="folder for train.bin and val.bin [tokens]")
-    args = parser.parse_args(argv)
     if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
         raise UserError(f"{args.out} already holds token files; give another --out")
     corpus, tokenizer = read(args.data), make_tokenizer(args.tokenizer, "")
@@ -465,11 +334,17 @@ def main(argv=None):
     for file, part in ("val.bin", val), ("train.bin", train):
         with replacing(args.out / file) as temporary:
             part.tofile(temporary)
-    print(f"data: {len(train):,} and {len(val):,} ids; use them with --data {args.out} --tokenizer {args.tokenizer}")
+    say(f"data: {len(train):,} and {len(val):,} ids; use them with --data {args.out} --tokenizer {args.tokenizer}")
+
+
+def main(argv=None):
+    parser = Parser(prog="data.py", description="Makes token files of a text: OUT/train.bin and OUT/val.bin.")
+    parser.add_argument("--data", required=True, help="a text file, a folder of .txt files, shakespeare, pydoc")
+    parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="what a token is [gpt2]")
+    parser.add_argument("--out", default="tokens", type=Path, help="folder for train.bin and val.bin [tokens]")
+    args = parser.parse_args(argv)
+    return exit_code(lambda: make_files(args))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (UserError, OSError) as error:
-        sys.exit(f"error: {error}")
+    sys.exit(main())

@@ -1,8 +1,8 @@
-"""episodic.py - teaching a memory to store and retrieve; and grokking, watched from the inside.
+"""episodic.py - teach a memory to store and retrieve; and grokking, watched from the inside.
 
-    python episodic.py                                episodes of language and arithmetic, on a CPU five minutes
+    python episodic.py                                episodes of language and arithmetic, five minutes on a CPU
     python episodic.py --grok --plot                  a + b modulo 97, two minutes: circles in the embedding
-    python episodic.py --resume --steps 2000          goes on; on a CPU a stopped run ends in the same bits
+    python episodic.py --resume --steps 2000          go on; on a CPU a stopped run ends in the same bits
 
 An episode is a few batches. The storage phase shows each of them whole, the retrieval phase with words masked:
 
@@ -10,16 +10,15 @@ An episode is a few batches. The storage phase shows each of them whole, the ret
     retrieval    to be or not to be , that is the [MASK]            23 + 45 = [MASK] . 90 + 11 = [MASK] .
 
 The model names the masked words. They count ten times as much as the next words in the storage phase. The state is
-carried through an episode, and each episode starts anew. Tests are of text and sums that training never shows. They
-ask twice: with the state of the storage phase, and with a new one. The difference is what the memory carried.
+carried through an episode, and each episode starts anew. Tests use text and sums that training never shows. Each test
+asks twice: with the state of the storage phase, and with a new state. The difference is what the memory carried.
 """
 import argparse
 import math
 import re
 import sys
-import time
 from collections import Counter
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -27,30 +26,30 @@ import torch
 import torch.nn.functional as F
 
 import train
-from data import UserError, read, replacing
-from models import LM, PRESETS, Config, Memory, flag, opt
-from muon import make_optimizers
-from train import say
+from common import Parser, UserError, add_flags, exit_code, flag, need, opt, picture, say
+from data import read
+from models import PRESETS, Config, Memory
 
 RETRIEVAL = 10                        # weight of the retrieval phase; storage has 1
-CONTEXT, COMMON = 3, 50               # words before a masked one, at least; of the commonest, that are never asked for
+CONTEXT, COMMON = 3, 50               # least number of words before a masked one; the most frequent are never masked
 TOP = 5                               # frequencies that count as concentrated
 
 
 @dataclass
 class Settings(train.TrainConfig):
-    """Everything about a run that is not the network: what train.TrainConfig says, and these."""
+    """Everything about a run that is not the network: the fields of train.TrainConfig, and these."""
     task: str = opt("episodes", "episodes, or grok: modular addition", choices=("episodes", "grok"))
-    modulus: int = opt(97, "of the sums, odd", low=2 * TOP + 1)
-    batches: int = opt(4, "batches an episode; in training 1 to so many, in turn", low=1)
+    modulus: int = opt(97, "modulus of the sums, odd", low=2 * TOP + 1)
+    batches: int = opt(4, "batches in a test episode; training episodes have 1, 2, .. of them in turn", low=1)
     masks: int = opt(4, "words asked for in a row of a batch", low=1)
     arithmetic: float = opt(0.5, "share of batches that are sums; the others are text")
-    eval_windows: int = opt(10, "test episodes of an evaluation", low=1)
-    words: int = opt(2000, "vocabulary: the commonest words of the text", low=COMMON + 1)
-    share: float = opt(0.9, "share of all sums to train on; the others are held out; of grok 0.5")
-    embed_start: float = opt(0.02, "grok: the embedding at the start, in multiples of models.LM's")
-    stablemax: bool = opt(False, "stablemax in the place of softmax; of grok on")
-    perp_grad: bool = opt(False, "the gradient less its part along the weights; of grok on")
+    eval_windows: int = opt(10, "test episodes in an evaluation", low=1)
+    words: int = opt(2000, "size of the vocabulary, the most frequent words of the text", low=COMMON + 1)
+    share: float = opt(0.9, "share of all sums to train on; the others are held out (grok: 0.5)")
+    embed_start: float = opt(0.02, "grok only: size of the initial embedding, in multiples of models.LM's")
+    stablemax: bool = opt(False, "grok only: stablemax in the place of softmax (grok: on)")
+    perp_grad: bool = opt(False, "grok only: the gradient without its part along the weights (grok: on)")
+    plot: bool = opt(False, "draw OUT/curves.png at the end")
 
 
 # what differs from the defaults: of the run, and of the network, under the preset
@@ -61,14 +60,15 @@ RUNS = {"episodes": dict(out="out-episodes", model="omeganet", seq_len=24, batch
 NETWORKS = {"episodes": dict(n_layer=1, n_embd=192, n_head=8, head_dim=16, chunk=24, tie=True),
             "grok": dict(n_layer=1, n_embd=128, n_head=4)}
 NO_FLAG = "size tokenizer bpe_size init grad_accum telemetry wandb tensorboard dtype compile remat".split()
+FREE = train.FREE | {"plot"}                                  # what may differ on --resume
 
 
 def settings(given, old=None):
-    """Flags that were given, and the checkpoint of --resume, if any -> Settings, models.Config."""
+    """Return Settings and models.Config from the given flags and the checkpoint of --resume, if there is one."""
     was, ours = {**old["config"], **old["train"]} if old else {}, {f.name for f in fields(Settings)}
     if old and "modulus" not in was:
         raise UserError(f"{old['path']} is no run of episodic.py; give its --out")
-    for name in (name for name in given.keys() - train.FREE if old and given[name] != was[name]):
+    for name in (name for name in given.keys() - FREE if old and given[name] != was[name]):
         raise UserError(f"{flag(name)} is {was[name]} in {old['path']}, not {given[name]}; drop the flag")
     task = was.get("task", given.get("task", "episodes"))
     run = {**RUNS[task], **{k: a for k, a in was.items() if k not in train.LAUNCH}, **given}
@@ -77,12 +77,16 @@ def settings(given, old=None):
     tc = Settings(**{k: a for k, a in run.items() if k in ours})
     if not (tc.modulus % 2 and tc.arithmetic <= 1 and 0 < tc.share < 1 and (tc.seq_len > 5 or tc.task == "grok")):
         raise UserError("--modulus is odd, --arithmetic at most 1, --share in (0, 1), --seq-len of episodes at least 6")
+    if tc.plot:
+        need("matplotlib")
     return tc, config
 
 
 def sums(p, share, seed):
-    """All (a, b) in random order -> about this share of them, the others; (n, 2) each. a + b is on the side of b + a:
-    otherwise many held-out sums could be looked up, and would look like grokking."""
+    """Return about this share of all (a, b), and the others, in random order, (n, 2) each.
+
+    a + b is on the side of b + a. Otherwise many held-out sums could be looked up, which would look like grokking.
+    """
     random = torch.Generator().manual_seed(seed)
     a, b = pairs = torch.cartesian_prod(torch.arange(p), torch.arange(p))[torch.randperm(p * p, generator=random)].T
     luck = torch.rand(p, p, generator=random)[torch.minimum(a, b), torch.maximum(a, b)]
@@ -94,11 +98,26 @@ def sums(p, share, seed):
 
 # ---- episodes
 
-class Episodes:
-    """The task. Ids: first `words`, the commonest of the text, then unknown, [MASK], +, =, . and the numbers."""
+class Shown(train.Task):
+    """What both tasks share: the names of their measures, and a picture of these at the end."""
+    program = "episodic.py"
 
-    def __init__(self, tc, device):
-        corpus, self.tc, self.device = read(tc.data), tc, device
+    def finish(self, model, run):
+        """Say the last measures, and draw all of them with --plot."""
+        say("done: " + ", ".join(f"{name} {a}" for name, a in run["end"].items() if a == a))
+        if self.tc.plot:
+            lines = {name: train.curve(self.tc.out, name) for name in self.columns if name != "phase"}
+            lines = {name.replace("_", ", "): line for name, line in lines.items() if line}
+            picture(Path(self.tc.out, "curves.png"), lines, "step", "share")
+
+
+class Episodes(Shown):
+    """Store and retrieve. Ids: first `words`, then unknown, [MASK], +, =, . and the numbers."""
+    columns = [kind + how for kind in ("", "language_", "arithmetic_") for how in ("carried", "reset")]
+
+    def __init__(self, tc, device, dtype, old=None):
+        super().__init__(tc, device)
+        corpus = read(tc.data)
         found = re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|[^\w\s]", corpus.text.lower())
         cut = len(found) * 9 // 10                            # the last tenth is for tests
         words = [word for word, _ in Counter(found[:cut]).most_common(tc.words)]
@@ -108,9 +127,11 @@ class Episodes:
         ids = torch.tensor([ids.get(word, len(words)) for word in found])
         self.words, self.text, self.pairs = words, (ids[:cut], ids[cut:]), sums(tc.modulus, tc.share, tc.seed)
         self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), len(words) + 5 + tc.modulus
+        self.about = f"{len(words):,} words, {len(self.pairs[0]):,} sums to train, {len(self.pairs[1]):,} held out"
+        self.same(old)
 
     def draw(self, number, n, test):
-        """Episode `number`: n times its kind; tokens whole, tokens masked, the masked ones (else -100), each (B, T)."""
+        """Draw episode `number`: n times its kind; tokens whole; tokens masked; the masked ones, else -100; (B, T) each."""
         tc, V, T, episode = self.tc, len(self.words), self.tc.seq_len, []
         random = torch.Generator().manual_seed(2 * (1_000_003 * tc.seed + number) + test)
         randint = partial(torch.randint, generator=random)
@@ -130,8 +151,10 @@ class Episodes:
         return episode
 
     def begin(self, model):
-        """A start that finds what it wrote: queries equal keys, both of the words before; a value is the word itself.
-        From a random start, where a query meets its key by chance alone, training takes many times as long."""
+        """Make the memory find what it wrote: queries equal keys, both made of the words before; a value is the word.
+
+        From a random start a query meets its key only by chance, and training takes many times as long.
+        """
         if model.config.tie:                                  # soon long enough for a word to be told from others
             model.embed.weight *= 4
         for m in model.modules():
@@ -144,9 +167,10 @@ class Episodes:
                     m.conv[-1, 2 * n:] = 1
 
     def loss(self, model, step):
-        """Of 1, 2, .. batches in turn, first storage, then retrieval with the state that it left."""
+        """Return the loss of an episode of 1, 2, .. batches in turn: storage, then retrieval with the state it left."""
         episode, state, total = self.draw(step, 1 + step % self.tc.batches, 0), None, 0.0
         _, shown, asked, answers = zip(*episode)
+        self.seen += 2 * sum(x.numel() for x in shown)
         following = [F.pad(x[:, 1:], (0, 1), value=-100) for x in shown]
         for weight, batches, targets in (1, shown, following), (RETRIEVAL, asked, answers):
             said, y = [], torch.cat(targets).flatten()
@@ -157,8 +181,8 @@ class Episodes:
         return total / (1 + RETRIEVAL)
 
     def measure(self, model):
-        """Right answers in tests -> {"carried": share, "reset": share, "language_carried": .., ..}"""
-        found = {kind + how: [0, 0] for kind in ("", "language_", "arithmetic_") for how in ("carried", "reset")}
+        """Return the share of right answers in tests: {"carried": share, "reset": share, "language_carried": .., ..}."""
+        found = {name: [0, 0] for name in self.columns}
         for episode in (self.draw(i, self.tc.batches, 1) for i in range(self.tc.eval_windows)):
             for how in ("carried", "reset"):
                 state = None
@@ -175,7 +199,7 @@ class Episodes:
 # ---- grokking
 
 def log_stablemax(x):
-    """log of s(x) / sum s, where s(x) = x + 1 for x >= 0, 1 / (1 - x) below (Prieto et al. 2025, arXiv 2501.04697).
+    """Return log(s(x) / sum s), s(x) = x + 1 for x >= 0, else 1 / (1 - x) (Prieto et al. 2025, arXiv 2501.04697).
 
     It does not saturate as exp does, so float32 does not round away what is left to learn.
     """
@@ -185,24 +209,24 @@ def log_stablemax(x):
 
 @torch.no_grad()
 def perpendicular(parameters):
-    """g <- g - (g . w / w . w) w: no step that merely makes weights longer (the same paper's perp-Grad)."""
+    """Take from each gradient g its part along the weights w: steps then cannot merely lengthen w (perp-Grad, ibid.)."""
     for w in (w for w in parameters if w.grad is not None):
         w.grad -= (w.grad * w).sum() / w.square().sum().clamp_min(1e-30) * w
 
 
 def spectrum(E):
-    """E (p, d), p odd -> the share of its energy, less the mean (frequency 0), at each of 1 .. (p - 1) / 2."""
+    """Return the share of the energy of E (p, d), p odd, at each frequency 1 .. (p - 1) / 2; the mean is left out."""
     energy = torch.fft.rfft(E, dim=0).abs().square().sum(1)[1:]
     return energy / energy.sum().clamp_min(1e-30)
 
 
 def concentration(E, top=TOP):
-    """Share of the energy of numbers E (p, d) that their `top` strongest frequencies hold: 1 on circles."""
+    """Return the share of the energy of numbers E (p, d) in their `top` strongest frequencies: 1 on circles."""
     return spectrum(E).topk(top).values.sum().item()
 
 
 def circular_fit(E):
-    """E, projected on the plane of its strongest frequency k, against cos, sin of 2 pi k a / p: R^2. A circle has 1."""
+    """Return R^2 of E, projected on the plane of its strongest frequency k, and cos, sin of 2 pi k a / p: 1 on a circle."""
     p, k = len(E), spectrum(E).argmax() + 1
     angle = 2 * math.pi * k * torch.arange(p, device=E.device) / p
     circle = torch.stack([angle.cos(), angle.sin()], 1) * (2 / p) ** 0.5         # (p, 2), orthonormal
@@ -211,9 +235,9 @@ def circular_fit(E):
 
 
 def by_chance(p, d, top=TOP):
-    """What concentration and circular_fit are on average for random E (p, d).
+    """Return concentration and circular_fit of a random E (p, d), on average.
 
-    Energies of frequencies are about normal, with a spread of 1 / sqrt(d). A plane holds 2 / d of any other one.
+    The energies of frequencies are about normal, with a spread of 1 / sqrt(d). A plane holds 2 / d of any other one.
     """
     K = (p - 1) // 2
     z = torch.special.ndtri((torch.arange(K, 0, -1) - 0.375) / (K + 0.25))      # means of ordered normal numbers (Blom)
@@ -221,127 +245,82 @@ def by_chance(p, d, top=TOP):
     return (s[:top].sum() / K).item(), (s[0] / (s[0] + (K - s[0]) * 2 / d)).item()
 
 
-def phase(fitted, held, concentrated, chance):
-    """By accuracy on the sums of training, on those held out, concentration, and the latter of a random embedding."""
-    if held < 0.1 and (fitted < 0.99 or concentrated < 1.1 * chance):
+def phase(fitted, held_out, concentrated, chance):
+    """Name the phase by accuracy on the sums of training, on held-out sums, concentration, and its value by chance."""
+    if held_out < 0.1 and (fitted < 0.99 or concentrated < 1.1 * chance):
         return "memorisation"
-    return "circuit formation" if held < 0.5 else "cleanup" if held < 0.9 else "grokked"
+    return "circuit formation" if held_out < 0.5 else "cleanup" if held_out < 0.9 else "grokked"
 
 
-class Grok:
-    """The task: a, b, "=" -> a + b modulo p."""
+class Grok(Shown):
+    """Modular addition: a, b, "=" -> a + b modulo p."""
+    columns = "fitted held_out concentration random_concentration circular_fit random_fit phase".split()
 
-    def __init__(self, tc, device):
-        self.tc, self.p = tc, tc.modulus
-        self.shown, self.held = (a.to(device) for a in sums(tc.modulus, tc.share, tc.seed))
-        self.data, self.vocab_size = dict(used=f"sums modulo {self.p}"), self.p + 1
+    def __init__(self, tc, device, dtype, old=None):
+        super().__init__(tc, device)
+        self.p, self.vocab_size, self.data = tc.modulus, tc.modulus + 1, dict(used="sums", sha256="")
+        self.shown, self.held_out = (a.to(device) for a in sums(tc.modulus, tc.share, tc.seed))
+        self.about = f"{len(self.shown):,} to train, {len(self.held_out):,} held out, modulo {self.p}"
 
     def begin(self, model):
-        model.embed.weight *= self.tc.embed_start             # what is random there hides the circles until it decays
+        """Make the embedding small: what is random there hides the circles until it decays."""
+        model.embed.weight *= self.tc.embed_start
+
+    def optimizers(self, model):
+        """Return AdamW, under which all weights decay, the embedding too."""
+        tc = self.tc
+        how = dict(lr=tc.lr, betas=(0.9, tc.beta2), weight_decay=tc.weight_decay, fused=True)
+        adamw = torch.optim.AdamW(model.parameters(), **how)
+        if tc.perp_grad:
+            adamw.register_step_pre_hook(lambda *_: perpendicular(model.parameters()))
+        return [adamw]
 
     def logits(self, model, pairs):
+        """Return the logits of the sums of pairs (n, 2)."""
         return model(F.pad(pairs, (0, 1), value=self.p))[0][:, -1, :self.p].float()
 
     def loss(self, model, step):
+        """Return the loss of a batch of sums."""
         random, n = torch.Generator().manual_seed(1_000_003 * self.tc.seed + step), self.tc.batch_size
         pairs = self.shown[torch.randint(len(self.shown), (n,), generator=random).to(self.shown.device)]
+        self.seen += 3 * n
         normal = log_stablemax if self.tc.stablemax else partial(F.log_softmax, dim=-1)
         return F.nll_loss(normal(self.logits(model, pairs)), pairs.sum(1) % self.p)
 
     def measure(self, model):
+        """Return accuracies, how circular the embedding is beside a random one, and the phase."""
         score = lambda pairs: sum((self.logits(model, part).argmax(-1) == part.sum(1) % self.p).sum().item()
                                   for part in pairs.split(2048)) / len(pairs)
-        E, fitted, held = model.embed.weight[:self.p], score(self.shown), score(self.held)
+        E, fitted, held_out = model.embed.weight[:self.p], score(self.shown), score(self.held_out)
         share, (share_random, fit_random) = concentration(E), by_chance(*E.shape)
-        return dict(fitted=fitted, held=held, concentration=share, random_concentration=share_random,
-                    circular_fit=circular_fit(E), random_fit=fit_random, phase=phase(fitted, held, share, share_random))
+        named = phase(fitted, held_out, share, share_random)
+        return dict(zip(self.columns, (fitted, held_out, share, share_random, circular_fit(E), fit_random, named)))
 
 
 # ---- a run
 
-def loop(model, optimizers, run, tc, task):
-    """The steps from run["step"] on -> the number of the signal that stopped it, or None after --steps."""
-    out, first, began = Path(tc.out), run["step"], time.perf_counter() - run["seconds"]
-    with train.noted_signals() as noted:
-        for step in range(first + 1, tc.steps + 1):
-            torch.manual_seed(tc.seed + step)                 # of dropout
-            (loss := task.loss(model.train(), step - 1)).backward()
-            if tc.perp_grad:
-                perpendicular(model.parameters())
-            loss, norm = train.update(model, optimizers, tc, step - 1, train.lr_scale(step - 1, tc), loss.detach())
-            if step == first + 1:                             # only now that a step has worked are older files touched
-                train.begin_files(out, run)
-            full = step % tc.eval_every == 0 or step == tc.steps
-            with torch.no_grad():
-                found = task.measure(model.eval()) if full else {}
-            run.update(step=step, seconds=time.perf_counter() - began)
-            row = dict(step=step, loss=loss, grad_norm=norm, seconds=run["seconds"], **found)
-            row = {name: round(a, 4) if isinstance(a, float) else a for name, a in row.items()}
-            if full or step % tc.log_every == 0 or step == 1:
-                say("  ".join(f"{name} {a}" for name, a in row.items() if a == a))
-            if full:                                          # the log is in the checkpoint, and log.csv a copy of it
-                run["log"].append(row)
-                with replacing(out / "log.csv") as file:
-                    file.write_text("".join(",".join(map(str, a)) + "\n" for a in (row, *map(dict.values, run["log"]))))
-            if full or noted:
-                train.save_checkpoint(out / "ckpt.pt", run, model, optimizers)
-            if noted and step < tc.steps:
-                say(f"stopped after step {step}; to go on: python episodic.py --resume --out {tc.out!r}")
-                return noted[0]
-
-
-def launch(given):
-    """A run, from its flags to its last line -> exit code."""
-    plot, resume, out = given.pop("plot", False), given.get("resume"), RUNS[given.get("task", "episodes")]["out"]
-    if train.PROCESSES > 1:
-        raise UserError("episodic.py is one process; start it without torchrun")
-    if plot:
-        train.need("matplotlib")
-    old = train.load_checkpoint(Path(given.get("out", out), "ckpt.pt"), text=False) if resume else {}
-    tc, config = settings(given, old)
-    if resume and old["step"] >= tc.steps:
-        return say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
-    device = train.setup(tc.device, tc.threads)
-    task = (Grok if tc.task == "grok" else Episodes)(tc, device)
-    if resume and task.data != old["data"]:
-        raise UserError(f"{tc.out} was trained on {old['data']['used']}, another text than --data {tc.data}; give that")
-    torch.manual_seed(tc.seed)
-    with torch.no_grad():
-        task.begin(model := LM(replace(config, vocab_size=task.vocab_size)))
-    model.to(device)
-    decay = dict(lr=tc.lr, betas=(0.9, tc.beta2), weight_decay=tc.weight_decay, fused=True)
-    # of grok all weights decay, the embedding too
-    optimizers = [torch.optim.AdamW(model.parameters(), **decay)] if tc.task == "grok" else make_optimizers(model, tc)
-    run = dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data)
-    run |= {name: old.get(name, start) for name, start in (("step", 0), ("seconds", 0.0), ("log", []))}
-    if resume:
-        model.load_state_dict(old["model"])
-        for optimizer, state in zip(optimizers, old["optimizers"]):
-            optimizer.load_state_dict(state)
-    say(f"{tc.task}: {task.data['used']}; {tc.model}, {model.num_params():,} parameters, on {device}, in {tc.out}")
-    if stopped := loop(model, optimizers, run, tc, task):
-        return 128 + stopped
-    say("done: " + ", ".join(f"{name} {a}" for name, a in list(run["log"][-1].items())[3:] if a == a))
-    if plot:
-        steps, shares = [row["step"] for row in run["log"]], list(run["log"][0])[4:]
-        lines = {name: (steps, [row[name] for row in run["log"]]) for name in shares if name != "phase"}
-        train.picture(Path(tc.out, "curves.png"), lines, "step", "share")
-
-
 def parse(argv=None):
-    """-> dict of the flags that were given."""
-    parser = train.Parser(prog="episodic.py", description=__doc__, epilog="In [] is what --task episodes has.")
+    """Return a dict of the flags that were given."""
+    parser = Parser(prog="episodic.py", description=__doc__, epilog="In [] is what --task episodes has.")
     usual = {**NETWORKS["episodes"], **PRESETS[RUNS["episodes"]["model"]], **RUNS["episodes"]}
-    train.add_flags(parser.add_argument_group("the run"), Settings, usual, skip=NO_FLAG)
-    train.add_flags(parser.add_argument_group("the network"), Config, usual, skip=train.NO_FLAG)
-    add = partial(parser.add_argument, default=argparse.SUPPRESS)
-    add("--grok", dest="task", action="store_const", const="grok", help="--task grok")
-    add("--plot", action="store_true", help="draw OUT/curves.png at the end")
+    add_flags(parser.add_argument_group("the run"), Settings, usual, skip=NO_FLAG)
+    add_flags(parser.add_argument_group("the network"), Config, usual, skip=train.NO_FLAG)
+    parser.add_argument("--grok", dest="task", action="store_const", const="grok", default=argparse.SUPPRESS,
+                        help="--task grok")
     return vars(parser.parse_args(argv))
 
 
+def launch(given):
+    """Make a run by train.launch, in one process, eager."""
+    if train.PROCESSES > 1:
+        raise UserError("episodic.py is one process; start it without torchrun")
+    given = {"out": RUNS[given.get("task", "episodes")]["out"], "compile": False, "dtype": "float32", **given}
+    return train.launch(given, settings, lambda tc, *how: (Grok if tc.task == "grok" else Episodes)(tc, *how), text=False)
+
+
 def main(argv=None):
-    return train.exit_code(lambda: launch(parse(argv)))
+    given = parse(argv)
+    return exit_code(lambda: launch(given))
 
 
 if __name__ == "__main__":

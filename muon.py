@@ -1,15 +1,17 @@
-"""muon.py - Newton-Schulz: push singular values toward 1. In ATLAS (section 5) it acts on the memory's momentum.
+"""muon.py - Newton-Schulz pushes singular values toward 1. ATLAS (section 5) applies it to the memory's momentum.
 
     X <- S / |S|_F,   then `steps` times   X <- a X + b (X X^T) X + c (X X^T)^2 X      Eq 32, 40; Jordan et al. 2024
 
 With Muon's coefficients five steps take singular values above |S|_F / 300 to about [0.68, 1.2]. More steps do not
 converge. The cubic converges to the nearest semi-orthogonal matrix, slowly (the paper's k -> infinity).
 
-`newton_schulz_ref` is this text. `newton_schulz` is the same on the small Gram matrix G = X X^T. A step multiplies X
-by Q = a I + b G + c G^2, so   R <- Q R,   G <- Q G Q,   and at the end   X <- R X.   But G squares the condition of X,
-and each step magnifies the rounding of its smallest eigenvalues. So after GRAM_STEPS steps G is taken from X again.
+`newton_schulz_ref` is this text. `newton_schulz` computes the same on the small Gram matrix G = X X^T. A step
+multiplies X by Q = a I + b G + c G^2, so   R <- Q R,   G <- Q G Q,   and at the end   X <- R X.   But the condition of
+G is that of X squared, and each step magnifies the rounding errors of G's smallest eigenvalues. So after GRAM_STEPS
+steps G is computed from X again.
 
-Below it: Muon, the outer optimizer of the same name (Jordan et al. 2024), and which parameters it trains.
+The second half of the file holds the outer optimizer of the same name, Muon (Jordan et al. 2024), and decides which
+parameters it trains.
 """
 import torch
 from torch import nn
@@ -22,9 +24,9 @@ GRAM_STEPS = 3                                                # steps on one Gra
 
 
 def newton_schulz_ref(S, steps=5, coefficients="muon"):
-    """NS(S) as printed, on the short side: (.., m, n) -> (.., m, n). NS(c S) = NS(S) for c > 0; NS(0) = 0.
+    """Return NS(S) as printed, on the short side: (.., m, n) -> (.., m, n). NS(c S) = NS(S) for c > 0; NS(0) = 0.
 
-    KeyError for unknown coefficients.
+    Raises KeyError for unknown coefficients.
     """
     if S.shape[-2] > S.shape[-1]:
         return newton_schulz_ref(S.mT, steps, coefficients).mT
@@ -37,14 +39,14 @@ def newton_schulz_ref(S, steps=5, coefficients="muon"):
 
 
 def inverse_norm(S):
-    """1 / |S|_F, and 0 for a zero matrix, which so stays zero and passes no gradient."""
+    """Return 1 / |S|_F, and 0 for a zero matrix, which therefore stays zero and passes no gradient."""
     square = S.square().sum((-2, -1), keepdim=True)
     tiny = 1e3 * torch.finfo(S.dtype).tiny * S.shape[-2:].numel()
     return torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)
 
 
 def newton_schulz(stacks, steps=5, coefficients="muon"):
-    """NS of each of a list of stacks (N, m, n), any N, m, n. Those with the same short side share one iteration."""
+    """Return NS of every matrix in a list of stacks (N, m, n). Stacks with the same short side share one iteration."""
     out = [None] * len(stacks)
     for side in sorted({min(S.shape[-2:]) for S in stacks}):
         same = [i for i, S in enumerate(stacks) if min(S.shape[-2:]) == side]
@@ -54,7 +56,7 @@ def newton_schulz(stacks, steps=5, coefficients="muon"):
 
 
 def iterate(stacks, steps, a, b, c):
-    """The iteration on the Gram matrices of stacks (N, m, n) with one short side s."""
+    """Iterate on the Gram matrices (sum of N, s, s) of stacks (N, m, n) whose short side is s."""
     short = lambda X, S: X.mT if S.shape[-2] > S.shape[-1] else X
     X = [short(S, S) * inverse_norm(S) for S in stacks]
     for first in range(0, steps, GRAM_STEPS):
@@ -70,23 +72,17 @@ def iterate(stacks, steps, a, b, c):
 
 # ---- the outer optimizer
 
-def native_bfloat16(device):
-    """Is bfloat16 faster than float32 there? A CPU without instructions for it takes many times as long."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability() >= (8, 0)
-    cpu = torch.cpu.get_capabilities() if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
-
-
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon, but in float32 where bfloat16 is not native: 5 times as fast on a CPU with AVX2.
+    """torch.optim.Muon, or with bfloat16 = False the same in float32: 5 times as fast on a CPU with AVX2 alone.
 
     B <- mu B + (1 - mu) g,   p <- (1 - lr decay) p - lr sqrt(max(1, rows / columns)) NS((1 - mu) g + mu B)
     """
+    bfloat16 = False                                          # True where the device has instructions for it
 
     @torch.no_grad()
     def step(self):
-        if native_bfloat16(self.param_groups[0]["params"][0].device):
+        """Take one step along the gradients that are there."""
+        if self.bfloat16:
             return super().step()
         for group in self.param_groups:
             params, updates = [p for p in group["params"] if p.grad is not None], []
@@ -99,10 +95,11 @@ class Muon(torch.optim.Muon):
                 p.add_(update[0], alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
 
 
-def make_optimizers(model, tc):
-    """The optimizers of a models.LM -> [AdamW], or [AdamW, Muon] with tc.optimizer "muon"; tc is a train.TrainConfig.
+def make_optimizers(model, tc, bfloat16=False):
+    """Return [AdamW], or with tc.optimizer "muon" [AdamW, Muon], for a models.LM; tc is a train.TrainConfig.
 
-    Hidden matrices decay and may go to Muon. Embedding, head, norms, gates, convolutions and M0 do neither (choice 20).
+    Hidden matrices decay, and Muon may train them. Embedding, head, norms, gates, convolutions and M0 belong to AdamW
+    and do not decay (choice 20). bfloat16: whether Muon computes in it.
     """
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     embed, gates, hidden, rest = [], [], [], []
@@ -111,8 +108,12 @@ def make_optimizers(model, tc):
         (embed if name.startswith("embed.") else gates if ".gates." in name else other).append(p)
     groups = [dict(params=embed, weight_decay=0.0, times=tc.embed_lr), dict(params=rest, weight_decay=0.0)]
     if gates:
-        groups.append(dict(params=gates, weight_decay=0.0, times=tc.gate_lr))
+        groups.append(dict(params=gates, weight_decay=0.0, times=tc.gates_lr))
     if tc.optimizer == "adamw":
         groups.append(dict(params=hidden, weight_decay=tc.weight_decay))
     adamw = torch.optim.AdamW(groups, lr=tc.lr, betas=(0.9, tc.beta2), fused=True)
-    return [adamw] if tc.optimizer == "adamw" else [adamw, Muon(hidden, lr=tc.muon_lr, weight_decay=tc.weight_decay)]
+    if tc.optimizer == "adamw":
+        return [adamw]
+    outer = Muon(hidden, lr=tc.outer_muon_lr, weight_decay=tc.weight_decay)
+    outer.bfloat16 = bfloat16
+    return [adamw, outer]

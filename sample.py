@@ -1,4 +1,4 @@
-"""sample.py - let a trained model write. Its memory goes on learning from what it reads and writes.
+"""sample.py - let a trained model write, while its memory goes on learning from what it reads and writes.
 
     python sample.py --prompt "ROMEO:" --tokens 500
     python sample.py --ckpt runs/a/best.pt --temperature 0.7 --top-p 0.9 --num 3
@@ -11,11 +11,13 @@ import sys
 
 import torch
 
-from data import UserError
-from train import Parser, at_least, continue_text, encode_prompt, exit_code, load_checkpoint, rebuild, setup
+from common import Parser, UserError, add_device, at_least, exit_code, setup
+from data import encode_prompt
+from train import continue_text, load_checkpoint, rebuild
 
 
 def parse(argv=None):
+    """Return the flags."""
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
@@ -28,13 +30,12 @@ def parse(argv=None):
     add("--stop", default="", metavar="TEXT", help="end before this text appears")
     add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
     add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
-    add("--threads", type=at_least(int, 0), default=0, metavar="N", help="CPU threads; 0: torch decides [0]")
+    add_device(parser)
     return parser.parse_args(argv)
 
 
 def read_prompt(prompt):
-    """The prompt itself, or for - what stdin holds."""
+    """Return the prompt itself, or for - what stdin holds."""
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig") if prompt == "-" else prompt      # line ends as they are
     except UnicodeDecodeError as fault:
@@ -42,20 +43,21 @@ def read_prompt(prompt):
 
 
 def until(stop, pieces):
-    """The pieces of text up to the first `stop`, passed on as soon as they cannot be the beginning of one."""
-    held = ""
+    """Yield the text of pieces up to the first `stop`, as soon as it cannot be the beginning of one."""
+    waiting = ""
     for piece in pieces:
-        held += piece
-        if stop and stop in held:
-            yield held.partition(stop)[0]
+        waiting += piece
+        if stop and stop in waiting:
+            yield waiting.partition(stop)[0]
             return
-        keep = next((n for n in range(min(len(stop) - 1, len(held)), 0, -1) if stop.startswith(held[-n:])), 0)
-        yield held[: len(held) - keep]
-        held = held[len(held) - keep:]
-    yield held
+        n = next((n for n in range(min(len(stop) - 1, len(waiting)), 0, -1) if stop.startswith(waiting[-n:])), 0)
+        yield waiting[: len(waiting) - n]
+        waiting = waiting[len(waiting) - n:]
+    yield waiting
 
 
 def speak(args):
+    """Print the prompt and what the model writes after it."""
     prompt, device = read_prompt(args.prompt), setup(args.device, args.threads)
     ckpt = load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)

@@ -1,0 +1,215 @@
+"""common.py - what all programs share: settings that become flags, one-line errors, files, pictures, the device.
+
+Each program has a dataclass of settings whose fields are made by `opt`; `add_flags` turns every field into a flag.
+A user's mistake raises UserError, and `exit_code` prints it as one line.
+"""
+import argparse
+import importlib.util
+import math
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from dataclasses import field, fields
+from functools import partial
+from pathlib import Path
+
+import torch
+
+
+# ---- errors and lines
+
+class UserError(ValueError):
+    """A user's mistake, told in one line that names the fault and the remedy. The exit code is 2."""
+
+
+class Halt(Exception):
+    """The end of a program for another reason, told in one line. Saved files are intact. The exit code is 1."""
+
+
+def say(text):
+    """Print a line. A run outlives its reader, as in `| head`, because it still has files to save."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")
+
+
+def exit_code(task):
+    """Run task() and return its exit code; print on stderr what a user can be told in one line."""
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace")            # a sample has letters that a terminal lacks
+    try:
+        return task() or 0
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")                    # or it would fail again at exit
+        return 0
+    except KeyboardInterrupt as fault:
+        code, message = 128 + (fault.args or (signal.SIGINT,))[0], "stopped; files that were saved are intact"
+    except (UserError, Halt, OSError) as fault:
+        code, message = 2 if isinstance(fault, UserError) else 1, fault
+    except (MemoryError, RuntimeError) as fault:
+        if not any(words in repr(fault) for words in ("MemoryError", "out of memory", "allocate memory")):
+            raise
+        code, message = 1, "out of memory; lower --batch-size, --seq-len, --chunk or the size, or train with --remat"
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+# ---- settings and flags
+
+def opt(default, help, choices=None, low=0):
+    """Return a dataclass field that is a flag with this help; `low` is the least number that `check` accepts."""
+    return field(default=default, metadata=dict(help=help, choices=choices, low=low))
+
+
+def flag(name):
+    """Return the flag of a field: n_embd -> --n-embd"""
+    return "--" + name.replace("_", "-")
+
+
+def check(config):
+    """Raise UserError for a field of another type, a number that is not finite or below `low`, an unknown choice."""
+    for f in fields(config):
+        value, choices, low = getattr(config, f.name), f.metadata["choices"], f.metadata["low"]
+        kind = (int, float) if f.type is float else f.type
+        if not isinstance(value, kind) or isinstance(value, bool) != (f.type is bool):
+            raise UserError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
+        if f.type in (int, float) and not low <= value < math.inf:               # false for nan, too
+            raise UserError(f"{flag(f.name)} must be at least {low}, not {value}")
+        if choices and value not in choices:
+            raise UserError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is answered in one line instead of the whole usage."""
+
+    def __init__(self, usage="python %(prog)s [flags]", **how):
+        style = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=118)
+        super().__init__(usage=usage, allow_abbrev=False, formatter_class=style, **how)
+
+    def error(self, message):
+        self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
+
+
+def add_flags(group, cls, presets, skip=()):
+    """Add a flag for each field of a dataclass. A flag that was not given is absent from the result."""
+    for f in fields(cls):
+        if f.name not in skip:
+            how = dict(type=f.type, choices=f.metadata["choices"])
+            how = dict(action=argparse.BooleanOptionalAction) if f.type is bool else how
+            text = f"{f.metadata['help']} [{presets.get(f.name, f.default)}]".replace("%", "%%")
+            group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=text, **how)
+
+
+def add_device(parser, threads=0):
+    """Add --device and --threads."""
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
+    parser.add_argument("--threads", type=at_least(int, 0), default=threads, metavar="N",
+                        help=f"CPU threads; 0: torch decides [{threads}]")
+
+
+def at_least(kind, low, high=2**31 - 1):
+    """Return an argparse type: a number in [low, high]."""
+    def number(text):
+        value = kind(text)
+        if not low <= value <= high:                          # false for nan, too
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
+        return value
+    return number
+
+
+# ---- files and pictures
+
+@contextmanager
+def replacing(path):
+    """Give a temporary name beside `path` and rename it to `path` at the end: a crash leaves the old file or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"      # Okabe, Ito: for all eyes
+
+
+def need(package):
+    """Raise UserError where an optional package is missing; called before the work begins."""
+    if not importlib.util.find_spec(package):
+        raise UserError(f"this needs {package}: pip install {package}")
+
+
+def picture(path, lines, x, y, log="", level=None, trained=None):
+    """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with bands clipped to [0, 1], over axes named x and y.
+
+    log: which axes are logarithmic. level: a dotted line for guessing. trained: a vertical line at this length.
+    """
+    need("matplotlib")
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    ax = figure.subplots()
+    for i, (label, (xs, ys, *spreads)) in enumerate(lines.items()):
+        style = dict(color=COLOURS[i % 7], marker="os^vDPX"[i % 7], markersize=4, markevery=max(1, len(xs) // 12))
+        ax.plot(xs, ys, label=label, linestyle=("-", "--", ":")[i // 7 % 3], **style)
+        for a in spreads:
+            low, high = ([min(1.0, max(0.0, b + sign * c)) for b, c in zip(ys, a)] for sign in (-1, 1))
+            ax.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    if level is not None:
+        ax.axhline(level, color="gray", linestyle=":", label="guessing")
+    if trained is not None:
+        ax.axvline(trained, color="gray", linestyle="--", label="longest text in training")
+    ax.set(xlabel=x, ylabel=y)
+    for axis in log:
+        getattr(ax, f"set_{axis}scale")("log", base=2)
+        getattr(ax, f"{axis}axis").set_major_formatter("{x:,g}")
+    ax.grid(alpha=0.3)
+    figure.legend(loc="outside upper center", fontsize=8, ncols=2 if len(lines) > 1 else 1)
+    save(figure, path)
+
+
+def save(figure, path):
+    """Write a matplotlib figure as a PNG file."""
+    with replacing(Path(path)) as temporary:
+        figure.savefig(temporary, dpi=100, format="png")
+    say(f"wrote {path}")
+
+
+# ---- the device
+
+def setup(device_name, threads=0):
+    """Return the torch.device of a --device, and set torch up for speed. Call it before the first product."""
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device_name == "auto" else device_name
+    if not torch.get_device_module(name).is_available():
+        raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
+    torch.set_flush_denormal(True)                            # decayed gates fall below 1e-38, where Intel cores crawl
+    if threads:
+        torch.set_num_threads(threads)
+    cpu = getattr(torch.cpu, "get_capabilities", dict)()
+    if name == "cuda":
+        torch.set_float32_matmul_precision("high")            # TF32
+    elif cpu.get("avx512_f") and cpu.get("sse4a"):            # an AMD core: no Intel core has SSE4a
+        torch.set_float32_matmul_precision("medium")          # oneDNN instead of MKL, which uses half of such a core
+        a = torch.full((64, 64), 1 + 2**-12)
+        if (a @ a)[0, 0] <= 64.01:                            # bfloat16 rounds a to 1: not exact on this core
+            torch.set_float32_matmul_precision("highest")
+    return torch.device(name)
+
+
+def native_bfloat16(device):
+    """Tell whether bfloat16 is faster than float32 there. A CPU without instructions for it takes many times as long."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability() >= (8, 0)
+    cpu = torch.cpu.get_capabilities() if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
+
+
+def pick_dtype(name, device):
+    """Return the torch.dtype of a --dtype."""
+    return getattr(torch, ("bfloat16" if native_bfloat16(device) else "float32") if name == "auto" else name)
+
+
+def autocast(device, dtype):
+    """Run products outside of the memory in bfloat16, if that is the dtype."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)

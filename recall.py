@@ -1,0 +1,410 @@
+"""recall.py - can a small model recall what it saw once? Synthetic tasks, and campaigns that train small models on them.
+
+    python recall.py needle --model transformer deltanet atlas --seeds 1 2 3 --plot     pairs hidden in long noise
+    python recall.py mqar --pairs 2 4 8                                                 many pairs at once
+    python recall.py mad                                 the six synthetic tasks of MAD: the paper's Table 4, small
+    python recall.py ablation                            the paper's Table 6, small: what is each part worth?
+
+A model is a preset, and may be changed: atlas,memory=mlp,steps=900 (fields of models.Config; steps and lr). With
+--json FILE a campaign keeps each result as it comes; started again it does what is missing. --plot needs matplotlib.
+"""
+import itertools
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import data
+import models
+import train
+from common import Parser, UserError, add_device, add_flags, at_least, exit_code, need, picture, replacing, say, setup
+
+
+# ---- recall of pairs
+
+def distinct(batch, n, below, generator):
+    """Return (batch, n): n different numbers of 0 .. below - 1 in each row, in random order."""
+    return torch.rand(batch, below, generator=generator).topk(n).indices
+
+
+def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
+    """Draw multi-query associative recall: key-value pairs, then some of the keys, which ask for their values.
+
+    After Arora et al. 2023 (Zoology, arXiv 2312.04927), as https://github.com/HazyResearch/zoology draws it.
+
+    mqar(1, n_pairs=3, n_queries=2, vocab=12, seq_len=14, generator=torch.Generator().manual_seed(7)):
+
+                 key  val  key  val  key  val query                               query
+        tokens     3   11    4   10    1    8    4    0    0    0    0    0    3    0
+        targets -100 -100 -100 -100 -100 -100   10 -100 -100 -100 -100 -100   11 -100
+
+    -> tokens, targets (batch, seq_len) int64 on the CPU. Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1,
+    each at most once in a row. 0 fills the rest. Targets are -100 where no answer is asked. Queries stand 2g places
+    behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler).
+    """
+    if not (1 <= n_queries <= n_pairs <= vocab // 2 - 1 and 2 * (n_pairs + n_queries) <= seq_len):
+        raise UserError("mqar needs 1 <= n_queries <= n_pairs <= vocab/2 - 1 and 2 (n_pairs + n_queries) <= seq_len, "
+                        f"not {n_pairs=}, {n_queries=}, {vocab=}, {seq_len=}")
+    keys = 1 + distinct(batch, n_pairs, vocab // 2 - 1, generator)
+    values = vocab // 2 + distinct(batch, n_pairs, vocab - vocab // 2, generator)
+    asked = distinct(batch, n_queries, n_pairs, generator)
+    weights = torch.arange(1, (seq_len - 2 * n_pairs) // 2 + 1, dtype=torch.float64) ** -0.99
+    place = 2 * n_pairs + 2 * torch.multinomial(weights.expand(batch, -1), n_queries, generator=generator)
+    tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
+    tokens[:, 0:2 * n_pairs:2], tokens[:, 1:2 * n_pairs:2] = keys, values
+    tokens.scatter_(1, place, keys.gather(1, asked))
+    targets = torch.full_like(tokens, -100).scatter_(1, place, values.gather(1, asked))
+    return tokens, targets
+
+
+def needle(batch, n_pairs, seq_len, generator, symbols=16):
+    """Draw key-value pairs hidden anywhere in noise; at the end each key asks for its value, in random order.
+
+    Token 0 stands behind a key that asks. Then come `symbols` tokens each for noise, keys (at most once a row) and
+    values. needle(1, 2, 12, g, symbols=3), where g is torch.Generator().manual_seed(10521) here and below:
+
+        tokens     1    1    6    7    1    1    4    9    4    0    6    0
+        targets -100 -100 -100 -100 -100 -100 -100 -100    9 -100    7 -100
+    """
+    n = seq_len - 2 * n_pairs
+    slot = distinct(batch, n_pairs, n - n_pairs, generator)
+    place = slot + slot.argsort(-1).argsort(-1)                 # one further for each pair that stands before it
+    keys = 1 + symbols + distinct(batch, n_pairs, symbols, generator)
+    values = torch.randint(1 + 2 * symbols, 1 + 3 * symbols, keys.shape, generator=generator)
+    tokens = torch.randint(1, 1 + symbols, (batch, seq_len), generator=generator)
+    tokens.scatter_(1, place, keys).scatter_(1, place + 1, values)
+    targets = torch.full_like(tokens, -100)
+    tokens[:, n::2], tokens[:, n + 1::2], targets[:, n::2] = keys, 0, values
+    return tokens, targets
+
+
+# ---- the tasks of MAD (Poli et al. 2024, arXiv 2403.17844, https://github.com/athms/mad-lab), written anew. Here every
+# batch is new and only the answers are trained; MAD has fixed training sets, and its recalls train on every next token
+
+def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
+    """Draw in-context recall: n_keys key-value pairs repeat, and each value is asked for from its second time on.
+
+    A share `noise` of the pairs is noise. In fuzzy recall a key has `motif` tokens (in MAD's training also fewer) and a
+    value 1 to `motif`. `symbols` tokens each are for keys and values, then twice as many for noise.
+    recall(1, 2, 16, g, symbols=3, motif=2, noise=0.2):
+
+        tokens     2    1    3    0    2    5    3    2    1    3    7   11    9    0    2    5
+        targets -100 -100 -100 -100 -100 -100 -100 -100    3 -100 -100 -100 -100 -100    5    3
+    """
+    n, at = seq_len // (motif + 1) + 1, torch.arange(motif)     # n pairs are enough, were all values one token
+    keys = distinct(batch, n_keys, symbols ** motif, generator)[..., None] // symbols ** at % symbols
+    values = torch.randint(symbols, 2 * symbols, keys.shape, generator=generator)
+    values.masked_fill_(at > torch.randint(motif, (batch, n_keys, 1), generator=generator), -1)
+    pick = torch.randint(n_keys, (batch, n), generator=generator)
+    pick[torch.rand(batch, n, generator=generator) < noise] = -1
+    tokens = torch.cat([keys, values], -1)[torch.arange(batch)[:, None], pick]          # (batch, n, 2 motif)
+    order = (tokens < 0).flatten(1).int().argsort(stable=True)[:, :seq_len + 1]         # closes the gaps, the -1
+    tokens[pick < 0] = torch.randint(2 * symbols, 4 * symbols, tokens[pick < 0].shape, generator=generator)
+    seen = (pick[:, :, None] == pick[:, None]).tril(-1).any(-1) & (pick >= 0)
+    targets = torch.where(seen[..., None] & (torch.arange(2 * motif) >= motif), tokens, -100)
+    return tokens.flatten(1).gather(1, order[:, :-1]), targets.flatten(1).gather(1, order[:, 1:])
+
+
+def compression(batch, n_tokens, generator, symbols=15):
+    """Draw random tokens, a token "compress", then a token for each place that asks what stood there.
+
+    In MAD an MLP answers from the output at "compress" alone. Here a model may look further back, so only a model with
+    a fixed state has to compress. compression(1, 4, g, symbols=5):
+
+        tokens     1    0    4    3    5    6    7    8    9
+        targets -100 -100 -100 -100 -100    1    0    4    3
+    """
+    x = torch.randint(symbols, (batch, n_tokens), generator=generator)
+    ask = symbols + torch.arange(n_tokens + 1).expand(batch, -1)
+    return torch.cat([x, ask], 1), torch.cat([torch.full_like(ask, -100), x], 1)
+
+
+def memorization(batch, seq_len, generator, symbols=127, seed=0):
+    """Draw keys, each with a token "insert" that asks for its value.
+
+    No value is ever shown: `seed` fixes the values for all rows and batches, so a model must learn them in training.
+    Tokens: `symbols` each of keys and values, then "insert". memorization(1, 8, g, symbols=4):
+
+        tokens     3    8    0    8    3    8    1    8
+        targets -100    6 -100    4 -100    6 -100    5
+    """
+    values = symbols + torch.randperm(symbols, generator=torch.Generator().manual_seed(seed))
+    keys = torch.randint(symbols, (batch, seq_len // 2), generator=generator)
+    insert, nothing = torch.full_like(keys, 2 * symbols), torch.full_like(keys, -100)
+    return torch.stack([keys, insert], -1).flatten(1), torch.stack([nothing, values[keys]], -1).flatten(1)
+
+
+def selective_copying(batch, n_tokens, seq_len, generator, symbols=14):
+    """Draw tokens anywhere among blanks, a token "copy", then as many blanks, each asking for the next of the tokens.
+
+    selective_copying(1, 3, 10, g, symbols=4), where 4 is the blank and 5 is "copy":
+
+        tokens     4    3    0    3    4    4    5    4    4    4
+        targets -100 -100 -100 -100 -100 -100 -100    3    0    3
+    """
+    n = seq_len - n_tokens - 1
+    x = torch.randint(symbols, (batch, n_tokens), generator=generator)
+    place = distinct(batch, n_tokens, n, generator).sort(-1).values
+    tokens = torch.full((batch, seq_len), symbols).scatter_(1, place, x)
+    tokens[:, n] = symbols + 1
+    return tokens, torch.cat([torch.full((batch, n + 1), -100), x], 1)
+
+
+# name: (draw, vocabulary size, chance); draw(batch, generator=g) -> tokens, targets. Sizes are MAD's smallest or below.
+# Chance is the accuracy of always giving the row's most frequent answer: a model that scores no more recalls nothing.
+MAD = {
+    "recall": (partial(recall, n_keys=8, seq_len=128), 16, 0.35),
+    "noisy-recall": (partial(recall, n_keys=8, seq_len=128, noise=0.2), 32, 0.36),
+    "fuzzy-recall": (partial(recall, n_keys=8, seq_len=128, motif=3), 16, 0.31),
+    "compression": (partial(compression, n_tokens=31), 47, 0.16),
+    "memorization": (partial(memorization, seq_len=32), 255, 1 / 127),      # of a fixed answer: a row shows none
+    "selective-copying": (partial(selective_copying, n_tokens=16, seq_len=128), 16, 0.20)}
+
+
+# ---- small models, trained on a task
+
+# their network where neither flag nor --model says otherwise. Chunks are short: what was written is asked for soon
+SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8, chunk=16, muon_every=8)
+LENGTHS = (32, 64, 128)                         # of the needle in training, in turn
+
+
+class Recall(train.Task):
+    """Sequences with questions in them: draw(number, generator) -> tokens, targets."""
+
+    def __init__(self, tc, device, draw):
+        super().__init__(tc, device)
+        self.drawn = sequences(draw, tc.seed, device)
+
+    def loss(self, model, number):
+        """Return the loss of the answers."""
+        x, y = self.drawn(number)
+        self.seen += x.numel()
+        return model.loss(x, y)
+
+
+def variant(name, args, **more):
+    """Read a model as --model takes it, as atlas,memory=mlp,steps=900 -> models.Config, its training steps, its lr."""
+    preset, *changes = name.split(",")
+    kinds = {**{f.name: f.type for f in fields(models.Config)}, "steps": int, "lr": float}
+    given = {}
+    for change in changes:
+        key, _, value = change.partition("=")
+        if key not in kinds or kinds[key] is bool and value not in ("True", "False"):
+            raise UserError(f"--model {name}: cannot read {change!r}; give field=value, as memory=mlp or muon=False")
+        try:
+            given[key] = value == "True" if kinds[key] is bool else kinds[key](value)
+        except ValueError:
+            raise UserError(f"--model {name}: {value!r} is no {kinds[key].__name__}") from None
+    steps, lr = given.pop("steps", args.steps), given.pop("lr", args.lr)
+    return models.configure(preset, **{**SMALL, **args.config, **more, **given}), steps, lr
+
+
+@torch.no_grad()
+def accuracy(model, batches):
+    """Return the share of right answers; targets of -100 are not asked for."""
+    right = asked = 0
+    for x, y in batches:
+        right += (model(x)[0].argmax(-1) == y).sum().item()
+        asked += (y >= 0).sum().item()
+    return right / asked
+
+
+def ask(model, draw, columns, seed, device):
+    """Return the accuracy on draw(column, generator) for each column, on sequences that training never shows."""
+    return [accuracy(model, map(sequences(lambda step, g: draw(n, g), seed, device, True), range(4))) for n in columns]
+
+
+def sequences(draw, seed, device, test=False):
+    """Return drawn(step), which calls draw(step, generator). Training and test share no generator."""
+    def drawn(step):
+        return [a.to(device) for a in draw(step, torch.Generator().manual_seed(2 * (1_000_003 * seed + step) + test))]
+    return drawn
+
+
+def trained(name, seed, args, device, vocab, draw):
+    """Return a model of this name, trained on the batches draw(step, generator) -> x, y."""
+    config, steps, lr = variant(name, args, vocab_size=vocab)
+    torch.manual_seed(seed)
+    model = models.LM(config).to(device)
+    say(f"\n{name}: {model.num_params():,} parameters, seed {seed}, {steps} steps")
+    tc = train.TrainConfig(out="", seed=seed, optimizer="muon", steps=steps, warmup=steps // 10, lr=lr,
+                           eval_every=steps, log_every=max(1, steps // 5))
+    task = Recall(tc, device, draw)
+    if stopped := train.train(model, task.optimizers(model), dict(step=0, best=math.inf, seconds=0.0), task):
+        raise KeyboardInterrupt(stopped)
+    return model.eval()
+
+
+# ---- campaigns
+
+def campaign(args, trial, columns, chance="", names=None):
+    """Run trial(name, seed), which scores each of the columns, for all names (else those of --model) and --seeds.
+
+    Prints the table -> {name: {column: [a score a seed]}}. The file of --json keeps results; what it has is not redone.
+    """
+    file, names = Path(args.json) if args.json else None, names or args.model
+    settings = {key: getattr(args, key) for key in SETTINGS}
+    settings = {name: dict(settings, config=asdict(variant(name, args)[0])) for name in names}
+    try:
+        records = json.loads(file.read_text())["records"] if file and file.exists() else []
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"--json {file} holds no results of such a task; give another file") from None
+    full = lambda how: dict(how, config={**asdict(models.Config()), **how["config"]})    # newer fields were off
+    done = {(r["model"], r["seed"]): r for r in records if full(r["settings"]) == settings.get(r["model"])}
+    for seed, name in itertools.product(args.seeds, names):
+        if (name, seed) not in done:
+            began = time.perf_counter()
+            scores = trial(name, seed)
+            record = dict(model=name, seed=seed, settings=settings[name], scores=dict(zip(map(str, columns), scores)),
+                          seconds=round(time.perf_counter() - began))
+            done[name, seed] = record
+            records.append(record)
+            if file:
+                with replacing(file) as temporary:
+                    temporary.write_text(json.dumps(dict(records=records), indent=1))
+    found = {name: {c: [done[name, seed]["scores"][str(c)] for seed in args.seeds] for c in columns} for name in names}
+    width = max(map(len, names)) + 2
+    say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds" + chance)
+    for name, (_, means, spreads) in zip(names, curves(found).values()):
+        cells = [f"{a:.3f}" + f" +- {b:.3f}" * (len(args.seeds) > 1) for a, b in zip(means, spreads)]
+        seconds = sum(done[name, seed]["seconds"] for seed in args.seeds)
+        say(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells) + f"{seconds:10d}")
+    return found
+
+
+def curves(found):
+    """Return what `campaign` found as `picture` takes it: mean and standard deviation over the seeds."""
+    lines = {}
+    for name, scores in found.items():
+        a = torch.tensor(list(scores.values()), dtype=torch.float64)             # (columns, seeds)
+        spread = a.std(1) if a.shape[1] > 1 else 0 * a[:, 0]
+        lines[models.title(name)] = list(scores), a.mean(1).tolist(), spread.tolist()
+    return lines
+
+
+def needle_task(args, device):
+    """Train on short sequences in turn, and ask in longer ones."""
+    def draw(length, g):
+        return needle(args.batch_size, 4, length, g)
+
+    def trial(name, seed):
+        model = trained(name, seed, args, device, 49, lambda step, g: draw(LENGTHS[step % 3], g))
+        return ask(model, draw, args.lengths, seed, device)
+    found = campaign(args, trial, args.lengths, "    (by guessing 0.062)")
+    if args.plot:
+        axes = "length of the text [tokens]", "right answers"
+        picture(args.plot, curves(found), *axes, log="x", level=1 / 16, trained=LENGTHS[-1])
+
+
+def mqar_task(args, device):
+    """Train on all numbers of pairs in turn, and ask for each."""
+    def draw(n, g):
+        return mqar(args.batch_size, n, n, args.vocab, args.seq_len, g)
+    for n in args.pairs:                                      # fail now, where one does not fit
+        draw(n, torch.Generator())
+
+    def trial(name, seed):
+        turns = lambda step, g: draw(args.pairs[step % len(args.pairs)], g)
+        model = trained(name, seed, args, device, args.vocab, turns)
+        return ask(model, draw, args.pairs, seed, device)
+    found = campaign(args, trial, args.pairs, "    (by guessing 1 / pairs)")
+    if args.plot:
+        picture(args.plot, curves(found), "pairs", "right answers")
+
+
+def mad_task(args, device):
+    """Train one model for each of the six tasks."""
+    def trial(name, seed):
+        scores = []
+        for draw, vocab, _ in MAD.values():
+            batch = lambda _, g, draw=draw: draw(args.batch_size, generator=g)
+            scores += ask(trained(name, seed, args, device, vocab, batch), batch, [0], seed, device)
+        return scores
+    campaign(args, trial, list(MAD))
+    say("by guessing: " + ", ".join(f"{name} {chance:.2f}" for name, (_, _, chance) in MAD.items()))
+
+
+ABLATION = {  # what is changed: by how much the paper's perplexity rises (from a matrix; its other rows are of an MLP)
+    "atlas": None, "atlas,memory=mlp": -1.06, "atlas++": -1.50, "atlas,muon=False": -0.32,
+    "atlas,momentum=False": None, "atlas,window=1": 2.01, "atlas,features=none": 2.17, "atlas,conv=False": None,
+    "atlas,keep=False": None, "atlas,wiring=mag": -0.07, "atlas,wiring=mal": 0.29}
+
+
+def ablation_task(args, device):
+    """Train each row of the paper's Table 6 on tiny Shakespeare and on the needle, with the same number of tokens."""
+    corpus = data.read("shakespeare")
+    tokenizer = data.make_tokenizer("char", corpus.text)
+    ids, val = corpus.splits(tokenizer, args.seq_len)
+
+    def trial(name, seed):
+        text = trained(name, seed, args, device, tokenizer.vocab_size,
+                       lambda step, g: data.batch(ids, seed, step, args.batch_size, args.seq_len))
+        pairs = trained(name, seed, args, device, 49,
+                        lambda step, g: needle(args.batch_size, 4, LENGTHS[step % 3], g))
+        loss = train.evaluate(text, val, args.seq_len, args.batch_size, 128)
+        return [loss, *ask(pairs, lambda n, g: needle(args.batch_size, 4, n, g), args.lengths, seed, device)]
+    found = campaign(args, trial, ("text", *args.lengths), names=list(ABLATION))
+    base = torch.tensor(found["atlas"]["text"])
+    for name, sign in ABLATION.items():
+        more = torch.tensor(found[name]["text"]) - base                   # seed by seed
+        noise = abs(more.mean()) <= (more.std() if len(more) > 1 else 0.02)
+        says = "within noise" if noise else "agrees" if more.mean() * (sign or 0) > 0 else "disagrees"
+        paper = f"paper {sign:+.2f} perplexity: {says}" if sign else ""
+        say(f"{name:24} text {more.mean():+.3f} nats   {paper}")
+
+
+# ---- main
+
+TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
+USUAL = dict(batch_size=32, pairs=[4], steps=300, lr=5e-3, seq_len=24, lengths=[128, 256, 512, 1024, 2048, 4096])
+BY_TASK = dict(needle=dict(steps=1200), mad=dict(steps=600), mqar={},
+               ablation=dict(batch_size=16, seq_len=128, lengths=[1024]))
+SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab"      # of a result
+
+
+def parse(argv=None):
+    """Return the flags, with the task's defaults where one was not given; `config` holds those of models.Config."""
+    parser = Parser(prog="recall.py", description=__doc__, usage="python recall.py TASK [flags]")
+    add = parser.add_argument
+    add("task", choices=tuple(TASKS), metavar="TASK", help="needle, mqar, mad or ablation")
+    add("--model", nargs="+", default=["atlas"], help="presets, changed or not: atlas,memory=mlp,steps=900 [atlas]")
+    add("--seeds", type=at_least(int, 0), nargs="+", default=[1337], metavar="N", help="of weights, sequences [1337]")
+    add("--steps", type=at_least(int, 1), metavar="N", help="training steps [300; needle 1200, mad 600]")
+    add("--lr", type=at_least(float, 0), metavar="X", help="peak learning rate of AdamW [0.005]")
+    add("--batch-size", type=at_least(int, 1), metavar="N", help="sequences at a time [32; ablation 16]")
+    add("--lengths", type=at_least(int, 16), nargs="+", metavar="N", help="needle and ablation: tokens of the texts "
+        "that ask [128 256 512 1024 2048 4096; 1024]")
+    add("--pairs", type=at_least(int, 1), nargs="+", metavar="N", help="mqar: numbers of pairs, trained in turn [4]")
+    add("--vocab", type=at_least(int, 4), default=16, metavar="N",
+        help="mqar: tokens; one that fills, vocab / 2 - 1 keys, vocab / 2 values [16]")
+    add("--seq-len", type=at_least(int, 1), metavar="N", help="tokens a sequence of mqar, text of ablation [24; 128]")
+    add("--plot", nargs="?", const="", metavar="FILE", help="needle, mqar: draw a picture [results/TASK.png]")
+    add("--json", metavar="FILE", help="keep the results there, and go on from them")
+    add_device(parser)
+    network = parser.add_argument_group("the network", "In [] is what atlas has here.")
+    add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
+    args = parser.parse_args(argv)
+    args.config = {f.name: vars(args).pop(f.name) for f in fields(models.Config) if hasattr(args, f.name)}
+    for name, value in {**USUAL, **BY_TASK[args.task]}.items():
+        setattr(args, name, getattr(args, name) or value)
+    args.plot = f"results/{args.task}.png" if args.plot == "" else args.plot
+    return args
+
+
+def main(argv=None):
+    args = parse(argv)
+
+    def run():
+        if args.plot:
+            need("matplotlib")
+        TASKS[args.task](args, setup(args.device, args.threads))
+    return exit_code(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""shards.py - memories that learn in parallel: TNT (arXiv 2511.07343, Eq 5 - 7; not in ATLAS).
+
+    y_t = M(phi(q_t); V_t) + M(phi(q'_t); W_t),     q'_t ~ sum over s <= t of the shard of k_s k_s^T q_t, unit length
+
+A shard is `size` tokens. The global memory V reads and writes all tokens, with one chunk a shard. The local memory W
+begins anew from M0 in each shard, so all shards of a text learn in parallel. A GPU then waits for fewer steps in a row.
+TNT reads V as it was before the shard. Here V is read after it has written (choice 3), except with Newton-Schulz,
+whose block is the whole shard.
+"""
+from itertools import repeat
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import omega
+from omega import Gates, State, cuts, omega_ref, start
+
+
+class Shards(NamedTuple):
+    """What `shards` carries from token to token."""
+    M0: tuple                             # where every local memory starts, matrices (H, in, out)
+    whole: State                          # of the global memory
+    local: State | None                   # of the shard in progress, if there is one
+    kk: torch.Tensor                      # (B, H, D, D) the sum of k k^T since the shard's first token
+    pos: int                              # tokens of the shard so far
+
+
+def global_rule(rule, size, gates):
+    """Return rule and gates of the global memory: its chunk is a shard, so its steps shrink in proportion."""
+    whole = rule._replace(chunk=size, muon_every=size if rule.muon_every else 0)
+    return whole, gates._replace(step=gates.step * (rule.chunk / size))
+
+
+def projected(kq):
+    """Return the queries of a local memory, sum_s k_s (k_s . q), scaled to unit length like the keys."""
+    return F.normalize(kq, dim=-1, eps=1e-6)
+
+
+def shards_ref(size, rule, phi, q, k, v, gates, state):
+    """Run the rule of the module docstring token by token. Arguments and results as in omega_ref; state: a Shards."""
+    ys, (M0, whole, local, kk, pos) = [], state
+    for q, k, v, *gate in zip(*(repeat(None) if a is None else a.split(1, 2) for a in (q, k, v, *gates))):
+        if not pos:
+            local, kk = start(rule, phi, M0, len(q), gates.momentum is not None), torch.zeros_like(kk)
+        kk, pos, (slow, few) = kk + k.mT @ k, (pos + 1) % size, global_rule(rule, size, Gates(*gate))
+        y, whole = omega_ref(slow, phi, q, k, v, few, whole)
+        z, local = omega_ref(rule, phi, projected(q @ kk), k, v, Gates(*gate), local)
+        ys.append(y + z)
+    return torch.cat(ys, 2), Shards(M0, whole, local if pos else None, kk if pos else torch.zeros_like(kk), pos)
+
+
+def shards(size, rule, phi, q, k, v, gates, state):
+    """Run the same rule with all shards in parallel, as the sequences of a batch."""
+    M0, whole, local, kk, pos = state
+    slow, few = global_rule(rule, size, gates)
+    y, whole = omega.omega(slow, phi, q, k, v, few, whole)
+    ys, B, pieces = [], len(q), cuts(q.shape[2], pos, size, q.shape[2])
+    parts = (repeat(None) if a is None else a.split([c * n for c, n in pieces], 2) for a in (q, k, v, *gates))
+    for (c, n), *part in zip(pieces, *parts):                 # (B, H, n c, ..) -> (n B, H, c, ..)
+        q, k, v, *gate = (a if a is None else a.unflatten(2, (n, c)).movedim(2, 0).flatten(0, 1) for a in part)
+        if not pos:
+            local, kk = start(rule, phi, M0, n * B, gates.momentum is not None), torch.zeros_like(kk[:1])
+        kq = (q @ k.mT).tril() @ k + q @ kk
+        z, local = omega.omega(rule, phi, projected(kq), k, v, Gates(*gate), local)
+        ys.append(z.unflatten(0, (n, B)).movedim(0, 2).flatten(2, 3))
+        kk, pos = kk + k.mT @ k, (pos + c) % size
+        if not pos:
+            local, kk = None, kk.new_zeros(B, *kk.shape[1:])
+    return y + torch.cat(ys, 2), Shards(M0, whole, local, kk, pos)

@@ -1,0 +1,222 @@
+"""wiring.py - attention, and Titans' three ways to wire it with a memory: MAC, MAG and MAL (arXiv 2501.00663v1).
+
+    mag   y = SWA*(p | x),  o = norm(y) * sigmoid(norm(M(p | x)))                        Titans Eq 26 - 28
+    mal   o = SWA(norm(M(p | x)))                                                        Titans Eq 29 - 31
+    mac   h = M*(x),  y = Attn(p | h | x),  o = norm(y) * sigmoid(norm(M(y)))            Titans Eq 21 - 25
+
+p are learned tokens that stand before every sequence (persistent tokens). M(..) learns while it reads. M*(..) reads the
+memory as it was at the start of the segment. SWA is attention with a sliding window, in which p is like any token.
+In SWA* every token sees p, however far behind. sigmoid(norm(M(..))) is called the attention gate.
+"""
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import omega
+
+WIRINGS = ("lmm", "mag", "mal", "mac")                        # lmm: the memory alone
+
+
+# ---- parts that the memory layer uses, too
+
+class Norm(nn.Module):
+    """RMSNorm over the last dimension, with a learned scale of any shape."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(*shape))
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], eps=2**-23) * self.weight
+
+
+def heads(x, H):
+    """Split the last dimension into heads: (B, T, H D) -> (B, H, T, D)."""
+    return x.unflatten(-1, (H, -1)).transpose(1, 2)
+
+
+def check_input(x, n_embd):
+    """Raise ValueError if a layer's x is not (B >= 1, T >= 1, n_embd)."""
+    if x.dim() != 3 or not x.numel() or x.shape[2] != n_embd:
+        raise ValueError(f"a layer reads (B, T >= 1, {n_embd}), not {tuple(x.shape)}; one sequence is x[None]")
+
+
+# ---- attention
+
+class AttentionState(NamedTuple):
+    """What Attention carries from call to call, and MAC inside a segment."""
+    k: torch.Tensor                       # (B, H, n, D); n < attn_window where there is one. In MAC: (B, H, 2, n, D),
+    v: torch.Tensor                       # for h and x
+    pos: int                              # tokens so far; in MAC: of the segment
+
+
+def rope(x, pos):
+    """Return x (B, H, T, D) with rotary positions from `pos` on: pairs of coordinates turn (Su et al. 2021)."""
+    half, exact = x.shape[-1] // 2, torch.float32 if x.device.type == "mps" else torch.float64   # long streams need it
+    freq = 10000.0 ** (-torch.arange(half, device=x.device, dtype=exact) / half)
+    turns = torch.arange(pos, pos + x.shape[2], device=x.device, dtype=exact)[:, None] * (freq / (2 * math.pi))
+    angle = (2 * math.pi * turns.frac()).to(x.dtype)
+    cos, sin, a, b = angle.cos(), angle.sin(), x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class Attention(nn.Module):
+    """Causal softmax attention, full or with a sliding window, with RoPE and normalised queries and keys. The baseline.
+
+    The window counts the token itself. Tokens of `prefix` have no position, and every token sees them.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        inner = config.n_head * config.head_dim
+        self.qkv = nn.Linear(config.n_embd, 3 * inner, bias=False)
+        self.q_norm, self.k_norm = Norm(config.head_dim), Norm(config.head_dim)
+        self.out = nn.Linear(inner, config.n_embd, bias=False)
+
+    def project(self, x):
+        """Return q, k, v (B, H, T, D) of x (B, T, n_embd), before norm and rotation."""
+        return (heads(a, self.config.n_head) for a in self.qkv(x).chunk(3, -1))
+
+    def project_prefix(self, p, B):
+        """Return k, v (B, H, P, D) of tokens p (P, n_embd) that stand before every sequence, without a position."""
+        _, k, v = (a.expand(B, -1, -1, -1) for a in self.project(p[None]))
+        return self.k_norm(k), v
+
+    def forward(self, x, state=None, prefix=None):
+        """x (B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState."""
+        check_input(x, self.config.n_embd)
+        w, pos = self.config.attn_window, state.pos if state else 0
+        q, k, v = self.project(x)
+        q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)                              # choice 17
+        if state:
+            k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
+        y = attend(q, k, v, w, *(self.project_prefix(prefix, len(x)) if prefix is not None else ()))
+        kept = [a[:, :, max(0, k.shape[2] - w + 1):].clone() if w else a for a in (k, v)]   # a view holds all
+        return self.out(y.transpose(1, 2).flatten(2)), AttentionState(*kept, pos + x.shape[1])
+
+
+def attend(q, k, v, window, pk=None, pv=None):
+    """Return the attention of the last T positions, q (B, H, T, D), to k, v (B, H, n >= T, D) and to all of pk, pv.
+
+    Each position sees the last `window` positions; 0: all. With a window it goes piece by piece, at a cost linear in T.
+    """
+    T, w, before = q.shape[2], window, k.shape[2] - q.shape[2]
+    if not before and pk is None and (w == 0 or w >= T):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    ys, step = [], max(4 * w, 256) if w else T
+    for a in range(0, T, step):
+        b, first = min(a + step, T), max(0, before + a - w + 1) if w else 0
+        i = torch.arange(before + a, before + b, device=q.device)[:, None]
+        j = torch.arange(first, before + b, device=q.device)
+        seen, mask = (k[:, :, first: before + b], v[:, :, first: before + b]), (j <= i) & (j > i - w) if w else j <= i
+        if pk is not None:
+            seen, mask = [torch.cat(pair, 2) for pair in zip((pk, pv), seen)], F.pad(mask, (pk.shape[2], 0), value=True)
+        ys.append(F.scaled_dot_product_attention(q[:, :, a:b], *seen, attn_mask=mask))
+    return torch.cat(ys, 2)
+
+
+# ---- memory and attention together
+
+class WiringState(NamedTuple):
+    """What a Wiring carries from call to call; None for what has not begun."""
+    memory: tuple | None                  # models.MemoryState
+    attention: AttentionState | None      # in MAC: the segment in progress
+    frozen: tuple                         # in MAC: fast weights and keys at the start of the segment
+
+
+class Wiring(nn.Module):
+    """Attention wired with `memory`, a models.Memory, by config.wiring (formulas: the module docstring)."""
+
+    def __init__(self, config, memory):
+        super().__init__()
+        self.config = config
+        self.attention = Attention(config)
+        self.memory = memory
+        self.persistent = nn.Parameter(torch.zeros(config.persistent, config.n_embd)) if config.persistent else None
+        self.y_norm = Norm(config.n_embd) if config.wiring != "mal" else None
+        self.m_norm = Norm(config.n_embd)
+        self.set_floor(1.0)
+        self.init()
+
+    def init(self):
+        """Set the starting values, other than those of its parts."""
+        if self.persistent is not None:
+            nn.init.normal_(self.persistent)
+
+    def set_floor(self, done):
+        """Set the least weight of the memory's own output once this share of the run is done (--memory-floor)."""
+        floors = [float(f) for f in self.config.memory_floor.split(",")]
+        self.floor = floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
+
+    def forward(self, x, state=None):
+        """x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. Raises ValueError as `check_input`."""
+        check_input(x, self.config.n_embd)
+        self.undecided = []
+        return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()))
+
+    def remember(self, x, state):
+        """Read M(p | x); p comes once, at the beginning -> what is read, the state, how many tokens of p came now."""
+        n = 0
+        if state.memory is None and self.persistent is not None:
+            n = len(self.persistent)
+            x = torch.cat([self.persistent.to(x.dtype).expand(len(x), -1, -1), x], 1)
+        m, memory_state = self.memory(x, state.memory)
+        return m, state._replace(memory=memory_state), n
+
+    def gated(self, y, m):
+        """Multiply what attention says, y, by the attention gate of what the memory says, m (choice 13)."""
+        m = self.m_norm(m)
+        g = m.sigmoid()
+        if self.config.polarise:                              # the mean is 0 where all g are 0 or 1; for LM.loss
+            self.undecided.append((1 - (2 * g - 1).abs()).mean())
+        o = self.y_norm(y) * g
+        return (1 - self.floor) * o + self.floor * m if self.floor else o
+
+    def mag(self, x, state):
+        """Both read x, and the memory gates what attention says (Titans Eq 26 - 28)."""
+        y, attention = self.attention(x, state.attention, self.persistent)
+        m, state, n = self.remember(x, state)
+        return self.gated(y, m[:, n:]), state._replace(attention=attention)
+
+    def mal(self, x, state):
+        """The memory reads x, and attention reads what the memory says (Titans Eq 29 - 31)."""
+        m, state, n = self.remember(x, state)
+        y, attention = self.attention(self.m_norm(m), state.attention)
+        return y[:, n:], state._replace(attention=attention)
+
+    def mac(self, x, state):
+        """Go segment by segment: read the memory as it was, attend, write what attention says (Titans Eq 21 - 25)."""
+        outs = []
+        while x.shape[1]:
+            room = self.config.attn_window - (state.attention.pos if state.attention else 0)
+            o, state = self.segment(x[:, :room], state)
+            outs.append(o)
+            if x.shape[1] >= room:
+                state = state._replace(attention=None, frozen=())
+            x = x[:, room:]
+        return torch.cat(outs, 1), state
+
+    def segment(self, x, state):
+        """Run a segment or a part of it: token i sees p, and h_j, x_j of its segment with j <= i (choice 18)."""
+        a, T, pos = self.attention, x.shape[1], state.attention.pos if state.attention else 0
+        inner = state.memory or self.memory.start(x)
+        frozen = state.frozen or (omega.total(inner.fast), inner.fast.keys)
+        projected = [tuple(a.project(h)) for h in (self.memory.retrieve(x, *frozen), x)]         # Titans Eq 21
+        q = rope(a.q_norm(projected[-1][0]), pos)                                                # of x alone
+        ks = torch.stack([rope(a.k_norm(k), pos) for _, k, _ in projected], 2)                   # (B, H, 2, T, D)
+        vs = torch.stack([v for _, _, v in projected], 2)
+        if state.attention:
+            ks, vs = torch.cat([state.attention.k, ks], 3), torch.cat([state.attention.v, vs], 3)
+        n, k, v = ks.shape[3], ks.flatten(2, 3), vs.flatten(2, 3)
+        mask = torch.ones(T, n, dtype=torch.bool, device=x.device).tril(n - T).repeat(1, 2)
+        if self.persistent is not None:
+            pk, pv = a.project_prefix(self.persistent, len(x))
+            k, v, mask = torch.cat([pk, k], 2), torch.cat([pv, v], 2), F.pad(mask, (pk.shape[2], 0), value=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)                              # Titans Eq 22, 23
+        y = a.out(y.transpose(1, 2).flatten(2))
+        m, inner = self.memory(y, inner)                                                         # Titans Eq 24
+        return self.gated(y, m), WiringState(inner, AttentionState(ks, vs, pos + T), frozen)     # Titans Eq 25
