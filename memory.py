@@ -5,9 +5,9 @@
     gated    M(x) = r + (gelu(x W1) * (x W2)) W3          ATLAS Eq 43 (ATLAS++)
 
 The paper's matrices act on columns: its W_2, W_1 of Eq 42 are W1, W2 here; its W_2, W_3, W_1 of Eq 43 are W1, W2, W3.
-x = phi(k) is a row of E features. The residual r is k itself, of dimension D (choice 9). Reading takes phi(q) and q.
-W is a tuple of matrices, one set for each sequence and head. The inner loop (omega.py) changes W at test time; where W
-starts, M0, is a parameter of the outer loop like any other. All here is plain torch, so autograd goes through it.
+x = phi(k) is a row of E features. The residual r is k itself, of dimension D (choice 9). Reading uses phi(q) and q.
+W is a tuple of matrices, one set for each sequence and head. The inner loop (omega.py) changes W at test time. W starts
+from M0, a parameter of the outer loop like any other. All this is plain torch, so autograd goes through it.
 
 Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
 
@@ -36,17 +36,17 @@ LP = 3                                                  # MIRAS' Moneta: |y - v|
 
 
 def shapes(kind, e, width, d):
-    """The shapes of W, from E features through `width` hidden units to D outputs. KeyError for an unknown memory."""
+    """Return the shapes of W, from E features through `width` hidden units to D outputs. KeyError if unknown."""
     return {"linear": [(e, d)], "mlp": [(e, width), (width, d)], "gated": [(e, width), (e, width), (width, d)]}[kind]
 
 
 def apply(kind, W, x, r, norm=False):
-    """M(x; W): x (.., T, E), residual r (.., T, D) -> (.., T, D). ValueError for an unknown memory."""
+    """Return M(x; W): x (.., T, E), residual r (.., T, D) -> (.., T, D). Raises ValueError for an unknown memory."""
     return output(kind, through(kind, x, lambda i, rows: rows @ W[i]), r, norm)
 
 
 def through(kind, x, read):
-    """What the last matrix produces, layer by layer: read(i, rows) is what `rows` read of the i-th matrix."""
+    """Return what the last matrix produces, layer by layer; read(i, rows) is what `rows` read of the i-th matrix."""
     if kind == "linear":
         return read(0, x)
     if kind == "mlp":
@@ -57,19 +57,19 @@ def through(kind, x, read):
 
 
 def firsts(kind):
-    """How many matrices of the memory read x itself."""
+    """Return how many matrices of the memory read x itself."""
     return 2 if kind == "gated" else 1
 
 
 def output(kind, f, r, norm=False):
-    """What the memory answers, where f is what its last matrix produces; `norm` divides f by its RMS (choice 11)."""
+    """Return the memory's answer for what its last matrix produces, f; `norm` divides f by its RMS (choice 11)."""
     if kind == "linear":
         return f
     return r + (F.rms_norm(f, f.shape[-1:], eps=EPS) if norm else f)
 
 
 def loss(kind, y, v):
-    """The attentional bias l(y; v), summed over everything (choice 1). ValueError for an unknown one."""
+    """Return the attentional bias l(y; v), summed over everything (choice 1). Raises ValueError for an unknown loss."""
     if kind == "l2":
         return 0.5 * (y - v).square().sum()                                      # Eq 9; 1/2: choice 2
     if kind == "dot":
@@ -82,7 +82,7 @@ def loss(kind, y, v):
 
 
 def error(kind, y, v):
-    """dl/dy of the loss above. ValueError for an unknown one."""
+    """Return dl/dy of the loss above. Raises ValueError for an unknown loss."""
     if kind == "dot":
         return -v
     e = y - v
@@ -96,12 +96,12 @@ def error(kind, y, v):
 
 
 def target(kind, loss_kind, r, v):
-    """What the last matrix should produce: l(r + f, v) depends on f - (v - r) alone. (The dot loss has error -v.)"""
+    """Return what the last matrix should produce: l(r + f, v) depends on f - (v - r) alone. (The dot loss: error -v.)"""
     return v if kind == "linear" or loss_kind == "dot" else v - r
 
 
 def output_error(loss_kind, f, v, norm):
-    """dl/df for an output f, or norm(f): through the norm the error loses its part along f and shrinks as f grows."""
+    """Return dl/df for an output f, or norm(f). The norm takes the error's part along f, and divides by |f|."""
     if not norm:
         return error(loss_kind, f, v)
     scale = (f.square().mean(-1, keepdim=True) + EPS).rsqrt()
@@ -111,10 +111,10 @@ def output_error(loss_kind, f, v, norm):
 
 
 def gradients(kind, loss_kind, W, x, v, norm):
-    """The gradient of every token's loss at fixed weights W, as one rank-one pair a matrix: dl/dW[i] = a^T d.
+    """Return the gradient of every token's loss at fixed weights W, as one outer product a matrix: dl/dW[i] = a^T d.
 
     This is backpropagation written out. W (N, in, out) each, x (N, n, E), v (N, n, D) as `target` gives it
-    -> of each matrix: the rows a (N, n, in) that enter it, the errors d (N, n, out) of what leaves it.
+    -> for each matrix the rows a (N, n, in) that enter it and the errors d (N, n, out) of what leaves it.
     """
     z, last = torch.bmm(x, W[0]), W[-1]
     if kind == "linear":

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memory
 import omega
+import poly
 import shards
 from common import UserError, check, opt
 from memory import LOSSES, MEMORIES
@@ -62,7 +63,7 @@ class Config:
     window_gate: str = opt("token", "weights of a window (gamma): learned for each token, or uniform",
                            ("token", "uniform"))
     max_step: float = opt(2.0, "upper bound of a chunk's summed step sizes (eta): each is at most max_step / chunk")
-    step_start: float = opt(0.0, "initial bias of the step size's gate; lower: the memory writes less at first", low=-20)
+    step_start: float = opt(0.0, "initial bias of the step size's gate; if lower, less is written at first", low=-20)
     max_norm: float = opt(50.0, "largest norm of a fast weight matrix, less M0, at a chunk boundary; 0: no bound")
     polarise: float = opt(0.0, "MAG and MAC only: weight in the loss of mean(1 - |2g - 1|), g the attention gate")
     memory_floor: str = opt("0", "MAG and MAC only: least weight of the memory's own output, for the first 10 % of "
@@ -291,19 +292,6 @@ class Memory(nn.Module):
         with without_autocast(x):
             return unit(q), unit(k), v, self.make_gates(x), tail                 # choice 8
 
-    def watch(self, x, state=None):
-        """Return the gates and the surprise of each token of x (B, T, n_embd), as `probe` names them."""
-        state, rule = state or self.start(x), self.config.rule()
-        _, k, v, gates, _ = self.project(x, state)
-        with without_autocast(x):
-            y = omega.omega(rule, self.phi, k.roll(-1, 2), k, v, gates, state.fast)[0]           # W_t asked for k_t+1
-            k, W, keys = k[:, :, :1], omega.total(state.fast), state.fast.keys
-            y0 = memory.apply(rule.memory, W, self.phi(k) if keys is None else omega.kernel_rows(k, keys), k, rule.norm)
-            y = torch.cat([y0, y[:, :, :-1]], 2)
-            surprise = torch.vmap(lambda y, v: memory.loss(rule.loss, y, v))(y.flatten(0, 2), v.flatten(0, 2))
-        found = dict(gates._asdict(), gate=gates.gate.sum(-1), surprise=surprise.view(y.shape[:3]))
-        return {name: a for name, a in found.items() if a is not None}
-
     def finish(self, x, y):
         """Norm of each head, output gate, projection: y (B, H, T, D) -> (B, T, n_embd)."""
         y = self.norm(y).transpose(1, 2).flatten(2).to(x.dtype)
@@ -314,9 +302,27 @@ class Memory(nn.Module):
         q = F.silu(self.qkv(x).chunk(3, -1)[0])               # no convolution: choice 18
         q = unit(at_least_float32(heads(q, self.config.n_head)))
         with without_autocast(x):
-            rule, rows = self.config.rule(), self.phi(q) if keys is None else omega.kernel_rows(q, keys)
-            y = memory.apply(rule.memory, W, rows, q, rule.norm)
+            y = self.recall(q, W, keys)
         return self.finish(x, y)
+
+    def recall(self, q, W, keys=None):
+        """Return M(phi(q); W) for q (B, H, T, D); keys: those that `exp` features keep."""
+        rule, rows = self.config.rule(), self.phi(q) if keys is None else poly.kernel_rows(q, keys)
+        return memory.apply(rule.memory, W, rows, q, rule.norm)
+
+    def watch(self, x, state=None):
+        """Return the gates and inner losses of each token of x (B, T, n_embd), as `probe` names them."""
+        fresh = self.start(x)
+        state, kind = state or fresh, self.config.loss
+        asked = lambda k, fast: self.recall(k, omega.total(fast), fast.keys)
+        _, k, v, gates, _ = self.project(x, state)
+        with without_autocast(x):
+            y = omega.omega(self.config.rule(), self.phi, k.roll(-1, 2), k, v, gates, state.fast)[0]     # W_t, k_t+1
+            y = torch.cat([asked(k[:, :, :1], state.fast), y[:, :, :-1]], 2)
+            losses = [torch.vmap(partial(memory.loss, kind))(a.flatten(0, 2), v.flatten(0, 2)).view(v.shape[:3])
+                      for a in (y, asked(k, fresh.fast))]
+        found = dict(gates._asdict(), gate=gates.gate.sum(-1), surprise=losses[0], untaught=losses[1])
+        return {name: a for name, a in found.items() if a is not None}
 
 
 # ---- the language model
@@ -476,9 +482,9 @@ def probe(model, tokens):
 
         keep, step, momentum, gate   (B, H, T); gate is the sum over the window
         surprise    (B, H, T)        the inner loss of a pair at the memory before it: l(M(phi(k_t); W_{t-1}), v_t)
-        untaught    (B, H, T)        the same for a memory that may not write
+        untaught    (B, H, T)        the same at M0
         written, S  (B, H)           |W - M0| and |S| after the last token; S only with momentum
-        share       ()               |o - o'| / |o|: o is what the layer says, o' the same if its memory may not write
+        share       ()               |o - o'| / |o|: what the layer says, o, and says if its memory cannot write, o'
         attn_gate   (B, T, n_embd)   MAG and MAC only: the attention gate, sigmoid(norm(M(..)))
     """
     calls, found, T, writes = {}, [], tokens.shape[1], (model.config.max_step, model.config.keep)
@@ -491,11 +497,9 @@ def probe(model, tokens):
     for layer in layers:
         inside = getattr(layer, "memory", layer)              # the Memory of a Wiring; MAC calls it once a segment
         (x, *_), (o, _) = calls[layer][0]
-        seen, fresh = [inside.watch(*args) for args, _ in calls[inside]], inside.start(x).fast
+        seen = [inside.watch(*args) for args, _ in calls[inside]]
         model.config.max_step, model.config.keep = 0.0, False
         share = (o - layer(x)[0]).norm() / o.norm()
-        for at, ((x, state), _) in zip(seen, calls[inside]):
-            at["untaught"] = inside.watch(x, state and state._replace(fast=fresh))["surprise"]
         model.config.max_step, model.config.keep = writes
         at = {name: torch.cat([a[name] for a in seen], -1)[..., -T:] for name in seen[0]}   # no persistent tokens
         last = calls[inside][-1][1][1].fast

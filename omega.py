@@ -7,20 +7,19 @@ Every weight matrix W of the memory follows this rule (Eq 9, 16, 32, 33; README,
     W_t = keep_t * W_{t-1} - step_t * NS(S_t)                 NS in ATLAS only; elsewhere NS(S) = S
     y_t = M(phi(q_t); W_t)                                    read after write
 
-The anchor is W at the last chunk boundary. `omega_ref` is the definition: it is this text, token by token, and takes
-the gradients by autograd. `omega` computes the same function chunk by chunk. At a fixed anchor the gradient of pair i
-is the outer product x_i^T d_i: x_i is what enters the matrix, d_i is the error of what leaves it. Inside a chunk
+The anchor is W at the last chunk boundary. `omega_ref` is the definition: it is this text, token by token, with the
+gradients by autograd. `omega` computes the same function chunk by chunk. At a fixed anchor the gradient of pair i is
+the outer product x_i^T d_i: x_i is what enters the matrix, d_i is the error of what leaves it. So inside a chunk
 
     S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i                                             Eq 33, 39
     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i                                  Eq 16
 
 W_0 and S_0 stand before the chunk. G, P and the other coefficients depend on the gates alone: `mixing` finds them by
 running the rule on numbers. momprod_t and keepprod_t are the products of momentum and keep up to t, and u_t is the
-weight that S_0 has in W_t. Reading needs no W_t. All rows r_t of a matrix R are read at once:
+weight of S_0 in W_t. Reading needs no W_t. All rows r_t of a matrix R are read at once, by attention with P in the
+place of the softmax (X and D have the rows x_i and d_i; o multiplies elementwise):
 
     r_t W_t = keepprod_t (r_t W_0) + u_t (r_t S_0) + ((P o R X^T) D)_t
-
-This is attention with P in the place of the softmax. X and D have the rows x_i and d_i; o multiplies elementwise.
 
 With Newton-Schulz, updates take effect once every m = muon_every tokens, at the last token of each block of m tokens
 (choice 15; m = 1 is the paper):
@@ -28,10 +27,9 @@ With Newton-Schulz, updates take effect once every m = muon_every tokens, at the
     U_t = keep_t U_{t-1} + step_t S_t,   due_t = keep_t due_{t-1} + step_t          both begin at 0 in each block
     W_t = keep_t W_{t-1},   and at the last token of a block W_t = keep_t W_{t-1} - due_t NS(U_t)        Eq 32
 
-Reading needs no W_t here either: r_t W_t = keepprod_t (r_t W_0) + sum_j C[t, j] (r_t O_j), where O_j = NS(U) of block j.
+No W_t is needed here either: r_t W_t = keepprod_t (r_t W_0) + sum_j C[t, j] (r_t O_j), where O_j is NS(U) of block j.
 
-With forget = "zero" keep decays W, as printed. With forget = "start" it decays W - M0 (choice 21).
-memory.py explains the symbols.
+With forget = "zero" keep decays W, as printed; with "start" it decays W - M0 (choice 21). Symbols: memory.py.
 """
 from itertools import repeat
 from typing import NamedTuple
@@ -42,6 +40,7 @@ from torch.func import grad, vmap
 
 import memory
 from muon import newton_schulz, newton_schulz_ref
+from poly import kernel_rows
 
 
 class Rule(NamedTuple):
@@ -179,7 +178,7 @@ def recur(decay, rows):
 
 
 def recur_back(decay, rows):
-    """Return y_t = rows_t + decay_{t+1} * y_{t+1}, from the last token to the first; shapes as in `recur`."""
+    """Return y_t = decay_{t+1} * y_{t+1} + rows_t, from the last token to the first; shapes as in `recur`."""
     return recur(decay.roll(-1, -1).flip(-1), rows.flip(-2))[0].flip(-2)
 
 
@@ -192,7 +191,7 @@ def products(decay):
 
 
 def band(gate):
-    """Return the weighted window mask of section 3.3: (.., c, w) -> (.., c, w - 1 + c). Row t: gate[t] from column t."""
+    """Return the weighted window mask of section 3.3, (.., c, w) -> (.., c, w - 1 + c): gate[t] from column t on."""
     *lead, c, w = gate.shape
     return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
@@ -305,7 +304,7 @@ def gradients(rule, chunk, fast):
 
 
 def write(x, d, rows):
-    """Return the sums of rows[r, i] x_i^T d_i over i: x (N, n, in), d (N, n, out), rows (N, r, n) -> r x (N, in, out)."""
+    """Return the sums of rows[r, i] x_i^T d_i over i: x (N, n, in), d (N, n, out), rows (N, r, n) -> r (N, in, out)."""
     return torch.bmm(x.mT, (rows.mT[..., None] * d[:, :, None]).flatten(2)).chunk(rows.shape[1], -1)
 
 
@@ -424,7 +423,7 @@ AT_ONCE = 12_000_000  # numbers of phi(q) in one call of `advance`: the memory t
 
 
 def omega(rule, phi, q, k, v, gates, state):
-    """Run the rule chunk by chunk (Eq 16, 39, 40). Arguments and results as in `omega_ref`; `exp` features work here."""
+    """Run the rule chunk by chunk (Eq 16, 39, 40). Arguments and results as in `omega_ref`, with `exp` features, too."""
     E = phi.out_dim if phi.kind != "exp" else phi.dim + state.keys.shape[2] + q.shape[2]
     at_once = max(1, AT_ONCE // max(1, q.shape[:2].numel() * E * rule.chunk))
     pieces, ys = cuts(q.shape[2], state.pos, rule.chunk, at_once), []
@@ -516,11 +515,6 @@ def write_keys(rule, state, q, k, ks):
     hot = F.pad(torch.eye(ks.shape[2], dtype=q.dtype, device=q.device), (width - ks.shape[2], 0))    # missing: all zero
     state = state._replace(keys=keys, **matrices)
     return state, kernel_rows(q, keys), kernel_rows(ks, keys), hot.expand(*k.shape[:2], *hot.shape)
-
-
-def kernel_rows(r, keys):
-    """Return [r, exp(r . k_1), exp(r . k_2), ..], which multiplies the coefficients of an `exp` memory."""
-    return torch.cat([r, (r @ keys.mT).exp()], -1)
 
 
 def grown(W, rows):

@@ -8,9 +8,9 @@ A linear memory of head dim D stores D pairs (Prop 1); on phi it stores E, the n
     monomial      all monomials of degree <= p, E = C(D + p, p): Eq 5 exactly, with a_i = s_i^2     (choice 7)
     elementwise   sum_i s_i x^i, coordinate by coordinate. E = D, so capacity does not grow
     sketch        degree 2 with fewer features: products of two random projections, right on average
-    exp           the infinite phi* of Eq 22, by its kernel exp(q . k) alone (omega.write_keys)
+    exp           the infinite phi* of Eq 22, by its kernel exp(q . k) alone (kernel_rows, omega.write_keys)
 
-phi does not normalise: q and k have unit length before it (choice 8).
+q and k have unit length before phi, which does not normalise (choice 8).
 """
 import math
 
@@ -21,7 +21,7 @@ FEATURES = ("none", "elementwise", "monomial", "sketch", "exp")
 
 
 def features_dim(kind, dim, degree, sketch_dim=0):
-    """E, the number of features of an input of `dim` numbers; of `exp` those of its degree-1 part."""
+    """Return E, the number of features of `dim` numbers; for `exp` only those of degree 1 count."""
     if kind == "monomial":
         return math.comb(dim + degree, degree)
     if kind == "sketch":
@@ -30,12 +30,12 @@ def features_dim(kind, dim, degree, sketch_dim=0):
 
 
 def patterns(p):
-    """All ways to write p as a sum of exponents: 2 as (2) and (1, 1); 3 as (3), (1, 2), (2, 1) and (1, 1, 1)."""
+    """Return all ways to write p as a sum: 2 as (2) and (1, 1); 3 as (3), (1, 2), (2, 1) and (1, 1, 1)."""
     return [(p,)] + [(r, *rest) for r in range(1, p) for rest in patterns(p - r)]
 
 
 def monomials(x, exponents, scale=1):
-    """All x_i^r x_j^s .. with i < j < .., for exponents (r, s, ..), times `scale` and the root of their multinomial.
+    """Return all x_i^r x_j^s .. with i < j < .., for exponents (r, s, ..), times `scale` and a root of a multinomial.
 
     The root makes phi(x) . phi(y) = (x . y)^p. x (.., D, T) -> pieces, in all (.., C(D, n), T) for n exponents.
     """
@@ -61,7 +61,7 @@ class Features(nn.Module):
             self.register_buffer("sketch", drawn / sketch_dim ** 0.25)
 
     def forward(self, x):
-        """phi(x): (.., dim) -> (.., out_dim). ValueError for `exp`, which has no finite one."""
+        """Return phi(x): (.., dim) -> (.., out_dim). Raises ValueError for `exp`, which has infinitely many."""
         if self.kind == "exp":
             raise ValueError("exp features are infinitely many; only omega.omega has them, by their kernel")
         if self.kind == "none":
@@ -79,7 +79,7 @@ class Features(nn.Module):
         return torch.cat(pieces, -2).mT
 
     def inner(self, x, y):
-        """phi(x) phi(y)^T, for monomials and exp by the kernel: (.., n, dim), (.., m, dim) -> (.., n, m)."""
+        """Return phi(x) phi(y)^T, by the kernel where there is one: (.., n, dim), (.., m, dim) -> (.., n, m)."""
         if self.kind == "exp":
             return (x @ y.mT).exp()                                              # Eq 23
         if self.kind != "monomial":
@@ -89,3 +89,8 @@ class Features(nn.Module):
         for i in reversed(range(self.degree)):                                   # Eq 5, by Horner's scheme
             out = out * dots + a[i]
         return out
+
+
+def kernel_rows(r, keys):
+    """Return [r, exp(r . k_1), exp(r . k_2), ..], which reads an `exp` memory: one row for each key (Eq 23)."""
+    return torch.cat([r, (r @ keys.mT).exp()], -1)
