@@ -24,7 +24,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
     degree     p            -             polynomial degree of phi
 
     B batch   H heads   N = B H   T tokens   D head dim   E features, the dim of phi(k)   layout (B, H, T, D)
-    c tokens of a chunk (the paper's c is `window`)   n pairs that a chunk learns from
+    c tokens of a chunk (not the paper's c, which is `window`)   n pairs that a chunk learns from
 """
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ def apply(kind, W, x, r, norm=False):
 
 
 def through(kind, x, read):
-    """Return what the last matrix produces, layer by layer; read(i, rows) is what `rows` read of the i-th matrix."""
+    """Run x through the layers and return the output f of the last matrix; read(i, rows) multiplies by matrix i."""
     if kind == "linear":
         return read(0, x)
     if kind == "mlp":
@@ -62,14 +62,14 @@ def firsts(kind):
 
 
 def output(kind, f, r, norm=False):
-    """Return the memory's answer for what its last matrix produces, f; `norm` divides f by its RMS (choice 11)."""
+    """Add the residual to the last matrix's output f (Eq 42, 43); `norm` divides f by its RMS first (choice 11)."""
     if kind == "linear":
         return f
     return r + (F.rms_norm(f, f.shape[-1:], eps=EPS) if norm else f)
 
 
 def loss(kind, y, v):
-    """Return the attentional bias l(y; v), summed over everything (choice 1). Raises ValueError for an unknown loss."""
+    """Return the inner loss l(y; v), the paper's attentional bias, summed (choice 1). ValueError if it is unknown."""
     if kind == "l2":
         return 0.5 * (y - v).square().sum()                                      # Eq 9; 1/2: choice 2
     if kind == "dot":
@@ -96,12 +96,12 @@ def error(kind, y, v):
 
 
 def target(kind, loss_kind, r, v):
-    """Return what the last matrix should produce: l(r + f, v) depends on f - (v - r) alone. (The dot loss: error -v.)"""
+    """Return the target of the last matrix's output: v - r for a memory with a residual r. The dot loss keeps v."""
     return v if kind == "linear" or loss_kind == "dot" else v - r
 
 
 def output_error(loss_kind, f, v, norm):
-    """Return dl/df for an output f, or norm(f). The norm takes the error's part along f, and divides by |f|."""
+    """Return dl/df. With `norm` the loss sees norm(f): its backward removes the error's part along f, over RMS(f)."""
     if not norm:
         return error(loss_kind, f, v)
     scale = (f.square().mean(-1, keepdim=True) + EPS).rsqrt()
@@ -111,10 +111,10 @@ def output_error(loss_kind, f, v, norm):
 
 
 def gradients(kind, loss_kind, W, x, v, norm):
-    """Return the gradient of every token's loss at fixed weights W, as one outer product a matrix: dl/dW[i] = a^T d.
+    """Return the gradient of every token's loss at fixed weights W, as one outer product per matrix: dl/dW[i] = a^T d.
 
     This is backpropagation written out. W (N, in, out) each, x (N, n, E), v (N, n, D) as `target` gives it
-    -> for each matrix the rows a (N, n, in) that enter it and the errors d (N, n, out) of what leaves it.
+    -> for each matrix (a, d): its inputs (N, n, in) and the errors of its outputs (N, n, out).
     """
     z, last = torch.bmm(x, W[0]), W[-1]
     if kind == "linear":

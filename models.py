@@ -111,7 +111,7 @@ class Config:
             ns_coefficients=self.ns_coefficients, forget=self.forget, norm=self.memory_norm, ball=self.max_norm)
 
 
-# The paper's models as differences from Config's defaults. Where no memory is named, the size decides.
+# Table 1: the paper's models as differences from Config's defaults. Where no memory is named, the size decides.
 _simple = dict(momentum=False, muon=False)
 _muon = dict(chunk=32, muon_every=8, ns_steps=3)              # chosen by measuring: results/README.md
 _kernel = dict(memory="mlp", features="exp", keep=False, **_simple)
@@ -342,7 +342,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x + layer(norm(x)), then x + SwiGLU(norm(x))."""
+    """x + layer(norm(x)), then x + SwiGLU(norm(x)): Figure 3 (left)."""
 
     def __init__(self, config):
         super().__init__()

@@ -2,8 +2,9 @@
 
     X <- S / |S|_F,   then `steps` times   X <- a X + b (X X^T) X + c (X X^T)^2 X      Eq 32, 40; Jordan et al. 2024
 
-With Muon's coefficients five steps take singular values above |S|_F / 300 to about [0.68, 1.2]. More steps do not
-converge. The cubic converges to the nearest semi-orthogonal matrix, slowly (the paper's k -> infinity).
+With Muon's coefficients five steps take singular values above |S|_F / 300 to about [0.68, 1.2]. More steps keep them
+there; they do not converge to 1. With the cubic they do, slowly: it finds the nearest semi-orthogonal matrix (the
+paper's k -> infinity).
 
 `newton_schulz_ref` is this text. `newton_schulz` computes the same on the small Gram matrix G = X X^T. A step
 multiplies X by Q = a I + b G + c G^2, so   R <- Q R,   G <- Q G Q,   and at the end   X <- R X.   But the condition of
@@ -24,7 +25,7 @@ GRAM_STEPS = 3                                                # steps on one Gra
 
 
 def newton_schulz_ref(S, steps=5, coefficients="muon"):
-    """Return NS(S) as printed, on the short side: (.., m, n) -> (.., m, n). NS(c S) = NS(S) for c > 0; NS(0) = 0.
+    """Return NS(S), Eq 40, as printed; a tall S is transposed first: (.., m, n) -> (.., m, n). NS(c S) = NS(S).
 
     Raises KeyError for unknown coefficients.
     """
@@ -56,7 +57,7 @@ def newton_schulz(stacks, steps=5, coefficients="muon"):
 
 
 def iterate(stacks, steps, a, b, c):
-    """Iterate on the Gram matrices (sum of N, s, s) of stacks (N, m, n) whose short side is s."""
+    """Run Newton-Schulz on stacks (N, m, n) with one short side s; their Gram matrices form one batch."""
     short = lambda X, S: X.mT if S.shape[-2] > S.shape[-1] else X
     X = [short(S, S) * inverse_norm(S) for S in stacks]
     for first in range(0, steps, GRAM_STEPS):
@@ -73,15 +74,17 @@ def iterate(stacks, steps, a, b, c):
 # ---- the outer optimizer
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon, or with bfloat16 = False the same in float32: 5 times as fast on a CPU with AVX2 alone.
+    """torch.optim.Muon, which computes in bfloat16. With bfloat16 = False it computes in float32.
 
     B <- mu B + (1 - mu) g,   p <- (1 - lr decay) p - lr sqrt(max(1, rows / columns)) NS((1 - mu) g + mu B)
+
+    mu is the momentum, decay the weight decay. On a CPU without bfloat16 float32 is 5 times as fast.
     """
     bfloat16 = False                                          # True where the device has instructions for it
 
     @torch.no_grad()
     def step(self):
-        """Take one step along the gradients that are there."""
+        """Take one step for all parameters that have a gradient."""
         if self.bfloat16:
             return super().step()
         for group in self.param_groups:

@@ -135,7 +135,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             g = grad(window_loss)(anchor, recent, gate[t, rule.window - len(recent):])           # Eq 9
             S = tuple(momentum[t] * s + d for s, d in zip(S, g)) if len(momentum) else g         # Eq 33
             if not rule.muon_every:
-                W = tuple(keep[t] * w - step[t] * s for w, s in zip(W, S))       # choices 4, 5
+                W = tuple(keep[t] * w - step[t] * s for w, s in zip(W, S))       # Eq 10, 12; choices 4, 5
             else:                                                                # choice 15
                 W, due = tuple(keep[t] * w for w in W), keep[t] * due + step[t]
                 U = tuple(keep[t] * u + step[t] * s for u, s in zip(U, S))
@@ -217,9 +217,9 @@ def mixing(gates):
     """
     coef, G, step = [products(gates.keep)], band(gates.gate), -gates.step[..., None]
     if gates.momentum is None:
-        P, last = recur(gates.keep, step * G)
+        P, last = recur(gates.keep, step * G)                                    # Eq 16
         return P, coef, last, coef[0][..., -1:, :]
-    momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, G)
+    momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, G)    # Eq 39
     P, last = recur(gates.keep, step * G)                     # with momentum
     coef.append(recur(gates.keep, step * momprod)[0])
     ends = torch.cat([a[..., -1:, :] for a in (*coef, momprod)], -2)
@@ -334,7 +334,7 @@ def muon_learn(rule, chunk, in_U, old_in_U, coef, fast):
         new = [[torch.addcmul(made[0], old_in_U, u), *made[1:]] for made, u in zip(new, fast.U)]
     O = [[] for _ in fast.W]
     if ended:                                                 # the outer gradient goes through it (choice 14)
-        O = newton_schulz([torch.cat(made[:ended]) for made in new], rule.ns_steps, rule.ns_coefficients)        # Eq 40
+        O = newton_schulz([torch.cat(made[:ended]) for made in new], rule.ns_steps, rule.ns_coefficients)       # Eq 40
         O = [o.chunk(ended) for o in O]
     keepprod, *C = coef[:, -1:].split(1, -1)
     W = [keepprod * w for w in fast.W]
@@ -364,7 +364,7 @@ def read(rule, xq, M0, bases, coef, written=None):
             y = torch.addcmul(y, c, r) if M0 or c is not coef[0] else c * r
         if written:
             P, scores, (x, d) = *written[:2], written[2][i]
-            y = torch.baddbmm(y, scores if x is None else P * torch.bmm(rows, x.mT), d)
+            y = torch.baddbmm(y, scores if x is None else P * torch.bmm(rows, x.mT), d)          # Eq 16
         return y
     return memory.through(rule.memory, xq, of_matrix)
 
@@ -423,7 +423,7 @@ AT_ONCE = 12_000_000  # numbers of phi(q) in one call of `advance`: the memory t
 
 
 def omega(rule, phi, q, k, v, gates, state):
-    """Run the rule chunk by chunk (Eq 16, 39, 40). Arguments and results as in `omega_ref`, with `exp` features, too."""
+    """Run the rule chunk by chunk (Eq 16, 39, 40). Arguments and results as in `omega_ref`; it knows `exp`, too."""
     E = phi.out_dim if phi.kind != "exp" else phi.dim + state.keys.shape[2] + q.shape[2]
     at_once = max(1, AT_ONCE // max(1, q.shape[:2].numel() * E * rule.chunk))
     pieces, ys = cuts(q.shape[2], state.pos, rule.chunk, at_once), []
@@ -503,10 +503,10 @@ def overlapping(a, count, c, n):
 # ---- `exp` features: phi* is infinite (Eq 22), but the memory is a sum of phi*(k_i)^T d_i, and W holds the d_i
 
 def write_keys(rule, state, q, k, ks):
-    """Give the first matrix a row for every key of the text, below D rows for the degree-1 part, where M0 lives.
+    """Prepare to write and read keys of infinite features (Eq 22): the first matrix gets one row for each key.
 
-    Reading multiplies by [r, exp(r . k_1), ..] (Eq 23). Writing pair i adds to its own row, so x_i is one-hot
-    (choice 19). -> state, what q and ks read with, and the one-hot rows of ks.
+    Its first D rows are the degree-1 part, where M0 lives. Reading multiplies by [r, exp(r . k_1), ..] (Eq 23). Writing
+    pair i adds to row i, so x_i is one-hot (choice 19). -> state, what q and ks read with, the one-hot rows of ks.
     """
     keys, firsts = torch.cat([state.keys, k], 2), memory.firsts(rule.memory)
     width = q.shape[-1] + keys.shape[2]

@@ -21,7 +21,7 @@ FEATURES = ("none", "elementwise", "monomial", "sketch", "exp")
 
 
 def features_dim(kind, dim, degree, sketch_dim=0):
-    """Return E, the number of features of `dim` numbers; for `exp` only those of degree 1 count."""
+    """Return E for inputs of `dim` numbers: C(D + p, p) monomials (Prop 2); for `exp` those of degree 1 alone."""
     if kind == "monomial":
         return math.comb(dim + degree, degree)
     if kind == "sketch":
@@ -30,14 +30,15 @@ def features_dim(kind, dim, degree, sketch_dim=0):
 
 
 def patterns(p):
-    """Return all ways to write p as a sum: 2 as (2) and (1, 1); 3 as (3), (1, 2), (2, 1) and (1, 1, 1)."""
+    """Return all ordered sums that make p: 2 is (2) and (1, 1); 3 is (3), (1, 2), (2, 1) and (1, 1, 1)."""
     return [(p,)] + [(r, *rest) for r in range(1, p) for rest in patterns(p - r)]
 
 
 def monomials(x, exponents, scale=1):
-    """Return all x_i^r x_j^s .. with i < j < .., for exponents (r, s, ..), times `scale` and a root of a multinomial.
+    """Return all x_i^r x_j^s .. (i < j < ..) of one pattern of exponents (r, s, ..), times scale * sqrt(multinomial).
 
-    The root makes phi(x) . phi(y) = (x . y)^p. x (.., D, T) -> pieces, in all (.., C(D, n), T) for n exponents.
+    x (.., D, T) -> pieces with C(D, len(exponents)) rows in all. Over all patterns of p the root makes their inner
+    products (x . y)^p.
     """
     (r, *rest), D, n = exponents, x.shape[-2], len(exponents) - 1
     powers = (scale * math.comb(sum(exponents), r) ** 0.5) * (x ** r if r > 1 else x)
@@ -72,7 +73,7 @@ class Features(nn.Module):
         if self.kind == "sketch":
             return torch.cat([s[0] * one, s[1] * x, (s[2] * x) @ self.sketch[0] * (x @ self.sketch[1])], -1)
         x = x.mT.contiguous()                                 # (.., D, T): products run along the tokens
-        pieces = [s[0] * one.mT]
+        pieces = [s[0] * one.mT]                              # Eq 5: degree 0, 1, .., p
         for p in range(1, self.degree + 1):
             for exponents in (e for e in patterns(p) if len(e) <= self.dim):
                 pieces += monomials(x, exponents, s[p])
@@ -92,5 +93,5 @@ class Features(nn.Module):
 
 
 def kernel_rows(r, keys):
-    """Return [r, exp(r . k_1), exp(r . k_2), ..], which reads an `exp` memory: one row for each key (Eq 23)."""
+    """Return [r, exp(r . k_1), exp(r . k_2), ..], the features of r that read an `exp` memory: one per key (Eq 23)."""
     return torch.cat([r, (r @ keys.mT).exp()], -1)

@@ -1,8 +1,8 @@
 """shards.py - memories that learn in parallel: TNT (arXiv 2511.07343, Eq 5 - 7; not in ATLAS).
 
-    y_t = M(phi(q_t); V_t) + M(phi(q'_t); W_t),     q'_t ~ sum over s <= t of the shard of k_s k_s^T q_t, unit length
+    y_t = M(phi(q_t); V_t) + M(phi(q'_t); W_t),     q'_t = unit(sum over s <= t in this shard of k_s (k_s . q_t))
 
-A shard is `size` tokens. The global memory V reads and writes all tokens, with one chunk a shard. The local memory W
+A shard is `size` tokens. The global memory V reads and writes all tokens; its chunk is one shard. The local memory W
 begins anew from M0 in each shard, so all shards of a text learn in parallel. A GPU then waits for fewer steps in a row.
 TNT reads V as it was before the shard. Here V is read after it has written (choice 3), except with Newton-Schulz,
 whose block is the whole shard.
@@ -27,13 +27,13 @@ class Shards(NamedTuple):
 
 
 def global_rule(rule, size, gates):
-    """Return rule and gates of the global memory: its chunk is a shard, so its steps shrink in proportion."""
+    """Return rule and gates of the global memory: its chunk is a shard, so its step is multiplied by chunk / size."""
     whole = rule._replace(chunk=size, muon_every=size if rule.muon_every else 0)
     return whole, gates._replace(step=gates.step * (rule.chunk / size))
 
 
 def projected(kq):
-    """Return the queries of a local memory, sum_s k_s (k_s . q), scaled to unit length like the keys."""
+    """Scale kq = sum_s k_s (k_s . q), the queries of a local memory, to unit length."""
     return F.normalize(kq, dim=-1, eps=1e-6)
 
 
@@ -51,7 +51,7 @@ def shards_ref(size, rule, phi, q, k, v, gates, state):
 
 
 def shards(size, rule, phi, q, k, v, gates, state):
-    """Run the same rule with all shards in parallel, as the sequences of a batch."""
+    """Compute `shards_ref` with all shards in parallel, as extra sequences of the batch."""
     M0, whole, local, kk, pos = state
     slow, few = global_rule(rule, size, gates)
     y, whole = omega.omega(slow, phi, q, k, v, few, whole)

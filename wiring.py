@@ -5,8 +5,8 @@
     mac   h = M*(x),  y = Attn(p | h | x),  o = norm(y) * sigmoid(norm(M(y)))            Titans Eq 21 - 25
 
 p are learned tokens that stand before every sequence (persistent tokens). M(..) learns while it reads. M*(..) reads the
-memory as it was at the start of the segment. SWA is attention with a sliding window, in which p is like any token.
-In SWA* every token sees p, however far behind. sigmoid(norm(M(..))) is called the attention gate.
+memory as it was at the start of the segment (of attn_window tokens). SWA is attention with a sliding window. In SWA*
+every token also sees all of p. sigmoid(norm(M(..))) is called the attention gate.
 """
 import math
 from typing import NamedTuple
@@ -48,13 +48,13 @@ def check_input(x, n_embd):
 
 class AttentionState(NamedTuple):
     """What Attention carries from call to call, and MAC inside a segment."""
-    k: torch.Tensor                       # (B, H, n, D); n < attn_window where there is one. In MAC: (B, H, 2, n, D),
-    v: torch.Tensor                       # for h and x
+    k: torch.Tensor                       # (B, H, n, D), n < attn_window if there is one; in MAC (B, H, 2, n, D): h, x
+    v: torch.Tensor                       # likewise
     pos: int                              # tokens so far; in MAC: of the segment
 
 
 def rope(x, pos):
-    """Return x (B, H, T, D) with rotary positions from `pos` on: pairs of coordinates turn (Su et al. 2021)."""
+    """Rotate pairs of coordinates of x (B, H, T, D) by position; the first token is at `pos` (RoPE, Su et al. 2021)."""
     half, exact = x.shape[-1] // 2, torch.float32 if x.device.type == "mps" else torch.float64   # long streams need it
     freq = 10000.0 ** (-torch.arange(half, device=x.device, dtype=exact) / half)
     turns = torch.arange(pos, pos + x.shape[2], device=x.device, dtype=exact)[:, None] * (freq / (2 * math.pi))
@@ -100,9 +100,9 @@ class Attention(nn.Module):
 
 
 def attend(q, k, v, window, pk=None, pv=None):
-    """Return the attention of the last T positions, q (B, H, T, D), to k, v (B, H, n >= T, D) and to all of pk, pv.
+    """Attend from q (B, H, T, D), the last T of n positions, to k, v (B, H, n, D) and to a prefix pk, pv.
 
-    Each position sees the last `window` positions; 0: all. With a window it goes piece by piece, at a cost linear in T.
+    A position sees the last `window` positions; 0: all. With a window the work goes in pieces, linear in T.
     """
     T, w, before = q.shape[2], window, k.shape[2] - q.shape[2]
     if not before and pk is None and (w == 0 or w >= T):
@@ -148,7 +148,7 @@ class Wiring(nn.Module):
             nn.init.normal_(self.persistent)
 
     def set_floor(self, done):
-        """Set the least weight of the memory's own output once this share of the run is done (--memory-floor)."""
+        """Set the least weight of the memory's own output (--memory-floor) for a run of which this share is done."""
         floors = [float(f) for f in self.config.memory_floor.split(",")]
         self.floor = floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
 
@@ -159,7 +159,7 @@ class Wiring(nn.Module):
         return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()))
 
     def remember(self, x, state):
-        """Read M(p | x); p comes once, at the beginning -> what is read, the state, how many tokens of p came now."""
+        """Read x with the memory, after p at the start of a sequence -> M(p | x), state, the number of p in it."""
         n = 0
         if state.memory is None and self.persistent is not None:
             n = len(self.persistent)
@@ -168,7 +168,7 @@ class Wiring(nn.Module):
         return m, state._replace(memory=memory_state), n
 
     def gated(self, y, m):
-        """Multiply what attention says, y, by the attention gate of what the memory says, m (choice 13)."""
+        """Return norm(y) * sigmoid(norm(m)): attention's y, gated by the memory's m (Titans Eq 25, 28; choice 13)."""
         m = self.m_norm(m)
         g = m.sigmoid()
         if self.config.polarise:                              # the mean is 0 where all g are 0 or 1; for LM.loss
