@@ -1,28 +1,28 @@
 """omega.py - how the memory learns at test time: the Omega rule with decay, momentum and Newton-Schulz (ATLAS 3 - 5).
 
-Every weight matrix W of the memory follows this rule (Eq 9, 16, 32, 33; README, choices 3 - 6 and 12, lists misprints):
+Every weight matrix W of the memory follows this rule (Eq 9, 16, 32, 33; misprints: README, choices 3 - 6 and 12):
 
     g_t = sum over i in (t - window, t] of gate[t, i] * grad_W l(M(phi(k_i)), v_i)      at the anchor
     S_t = momentum_t * S_{t-1} + g_t
     W_t = keep_t * W_{t-1} - step_t * NS(S_t)                 NS in ATLAS only; elsewhere NS(S) = S
     y_t = M(phi(q_t); W_t)                                    read after write
 
-The anchor is W at the last chunk boundary. `omega_ref` is the definition: it is this text, token by token, with the
+The anchor is W at the last chunk boundary. `omega_ref` is the definition: it runs this text token by token, with
 gradients by autograd. `omega` computes the same function chunk by chunk. At a fixed anchor the gradient of pair i is
-the outer product x_i^T d_i: x_i is what enters the matrix, d_i is the error of what leaves it. So inside a chunk
+the outer product x_i^T d_i: x_i enters the matrix, and d_i is dl/d(what leaves it). So inside a chunk
 
     S_t = momprod_t S_0 + sum_i G[t, i] x_i^T d_i                                             Eq 33, 39
     W_t = keepprod_t W_0 + u_t S_0 + sum_i P[t, i] x_i^T d_i                                  Eq 16
 
-W_0 and S_0 stand before the chunk. G, P and the other coefficients depend on the gates alone: `mixing` finds them by
-running the rule on numbers. momprod_t and keepprod_t are the products of momentum and keep up to t, and u_t is the
-weight of S_0 in W_t. Reading needs no W_t. All rows r_t of a matrix R are read at once, by attention with P in the
-place of the softmax (X and D have the rows x_i and d_i; o multiplies elementwise):
+W_0 and S_0 are those before the chunk. G, P and the other coefficients depend on the gates alone: `mixing` finds them
+by running the rule on coefficients. momprod_t and keepprod_t are the products of momentum and keep up to t, and u_t is
+the weight of S_0 in W_t. Reading needs no W_t. All rows r_t of a matrix R are read at once, by attention whose scores
+R X^T are multiplied by P, without a softmax (X and D have the rows x_i and d_i; o multiplies elementwise):
 
     r_t W_t = keepprod_t (r_t W_0) + u_t (r_t S_0) + ((P o R X^T) D)_t
 
-With Newton-Schulz, updates take effect once every m = muon_every tokens, at the last token of each block of m tokens
-(choice 15; m = 1 is the paper):
+With Newton-Schulz, updates take effect once every m = muon_every tokens, at the last token of each block of m tokens;
+the end of a chunk ends a block, too (choice 15; m = 1 is the paper):
 
     U_t = keep_t U_{t-1} + step_t S_t,   due_t = keep_t due_{t-1} + step_t          both begin at 0 in each block
     W_t = keep_t W_{t-1},   and at the last token of a block W_t = keep_t W_{t-1} - due_t NS(U_t)        Eq 32
@@ -44,7 +44,7 @@ from poly import kernel_rows
 
 
 class Rule(NamedTuple):
-    """What is learned and how: the four choices of MIRAS (memory, loss, retention through the gates, algorithm)."""
+    """What is learned and how: MIRAS' memory, loss and algorithm (the gates are its retention)."""
     memory: str = "mlp"
     loss: str = "l2"
     window: int = 1
@@ -74,8 +74,8 @@ class Gates(NamedTuple):
 
 class State(NamedTuple):
     """Everything that the rule carries from token t to t + 1. Its size is bounded, except with `exp` features."""
-    M0: tuple                             # matrices (H, in, out) that W is counted from; () for zero
-    W: tuple                              # W_t less M0 (`total` adds it), matrices (B, H, in, out)
+    M0: tuple                             # matrices (H, in, out); () with forget = "zero"
+    W: tuple                              # W_t - M0 (`total` adds M0; without M0 W_t), matrices (B, H, in, out)
     S: tuple                              # S_t; () without momentum
     anchor: tuple                         # W at the last chunk boundary
     U: tuple                              # U_t of the block in progress; () without Newton-Schulz
@@ -88,17 +88,16 @@ class State(NamedTuple):
 
 def start(rule, phi, M0, batch, momentum=True):
     """Return the state before the first token: W = M0, S = 0 (choice 10). M0: matrices (H, in, out)."""
-    W = tuple(w.expand(batch, *w.shape) for w in M0)
-    zeros = tuple(torch.zeros_like(w) for w in W)
+    zeros = tuple(w.new_zeros(batch, *w.shape) for w in M0)
     base = tuple(M0) if rule.forget == "start" else ()
-    W = zeros if base else tuple(w.clone() for w in W)        # a copy: the optimizer changes M0 in place
-    none = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
-    keys, due = none if phi.kind == "exp" else None, none.new_zeros(none.shape[:2])
-    return State(base, W, zeros if momentum else (), W, zeros if rule.muon_every else (), due, none, none, keys, 0)
+    W = zeros if base else tuple(w.expand(batch, *w.shape).clone() for w in M0)  # the optimizer changes M0 in place
+    empty = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
+    keys, due = empty if phi.kind == "exp" else None, empty.new_zeros(empty.shape[:2])
+    return State(base, W, zeros if momentum else (), W, zeros if rule.muon_every else (), due, empty, empty, keys, 0)
 
 
 def total(state):
-    """Return the weights that the memory computes with now: W, with M0 added where W is counted from it."""
+    """Return the weights in use: W, plus M0 with forget = "start"."""
     M0 = grown(state.M0, [w.shape[-2] for w in state.W])
     return tuple(a + b for a, b in zip(M0, state.W)) if M0 else state.W
 
@@ -106,7 +105,7 @@ def total(state):
 # ---- the definition
 
 def omega_ref(rule, phi, q, k, v, gates, state):
-    """Run the rule of the module docstring token by token, with the gradient by autograd of the printed loss.
+    """Run the rule of the module docstring token by token, with gradients of the printed loss by autograd.
 
     q, k, v (B, H, T >= 1, D), gates and state as in their classes -> y (B, H, T, D), state. It is slow.
     Raises ValueError for `exp` features, for which phi(x) cannot be written out.
@@ -114,7 +113,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     pos, n_past = state.pos, state.k.shape[2]                 # n_past pairs come from before these tokens
 
     def one(M0, before, xq, q, xs, ks, vs, gates):
-        """Run one sequence and head: phi(q) (T, E), q (T, D); phi(k) (n_past + T, E), k and v with those before."""
+        """Run one sequence and head: phi(q) (T, E), q (T, D); phi(k), k, v (n_past + T, ..)."""
         (W, S, anchor, U, due), (keep, step, momentum, gate) = before, gates
 
         def window_loss(W, recent, weights):
@@ -124,9 +123,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             W = [a + b for a, b in zip(M0, W)] if M0 else W                      # choice 21: W is counted from M0
             return memory.apply(rule.memory, W, x, r, rule.norm)
 
-        def NS(S):
-            return newton_schulz_ref(S, rule.ns_steps, rule.ns_coefficients)
-
+        NS = lambda S: newton_schulz_ref(S, rule.ns_steps, rule.ns_coefficients)
         ys = []
         for t in range(len(q)):
             if (pos + t) % rule.chunk == 0:
@@ -139,15 +136,15 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             else:                                                                # choice 15
                 W, due = tuple(keep[t] * w for w in W), keep[t] * due + step[t]
                 U = tuple(keep[t] * u + step[t] * s for u, s in zip(U, S))
-                if (pos + t + 1) % rule.chunk % rule.muon_every == 0:            # the block ends. If muon_every = 1:
-                    W = tuple(w - due * NS(u) for w, u in zip(W, U))             # keep W - step NS(S), Eq 32, 40
+                if (pos + t + 1) % rule.chunk % rule.muon_every == 0:            # the block ends
+                    W = tuple(w - due * NS(u) for w, u in zip(W, U))             # Eq 32, 40, if muon_every = 1
                     U, due = tuple(torch.zeros_like(u) for u in U), 0 * due
             ys.append(M(W, xq[t], q[t]))                                         # choice 3: read after write
             if (pos + t + 1) % rule.chunk == 0:
                 W = tuple(rule.bound(W))                                         # choice 22
         return torch.stack(ys), W, S if len(momentum) else (), anchor, U, due
 
-    gates = tuple(() if g is None else g for g in gates)
+    gates = tuple(() if g is None else g for g in gates)      # vmap takes no None
     M0 = tuple(m.expand(len(q), *m.shape) for m in state.M0)
     ks, vs = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
     before = state.W, state.S, state.anchor, state.U, state.due
@@ -161,8 +158,8 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 def recur(decay, rows):
     """Return y_t = decay_t * y_{t-1} + rows_t, with y_0 = 0, and the last y: decay (.., c), rows and y (.., c, k).
 
-    On a CPU the loop goes token by token, because the rows stay in its cache. Elsewhere, and for few columns, it
-    doubles: after pass i each row holds the sum over the last 2^i rows.
+    On a CPU the loop goes token by token, because the rows stay in its cache. Otherwise, and for few columns, each pass
+    doubles the number of rows that are summed.
     """
     decay, s = decay[..., None], 1
     if rows.device.type == "cpu" and rows.shape[-1] > 4 and not torch.compiler.is_compiling():
@@ -185,7 +182,7 @@ def recur_back(decay, rows):
 def products(decay):
     """Return the products decay_1 .. decay_t: (.., c) -> (.., c, 1).
 
-    torch.cumprod would do, but its backward divides by the factors, and first asks the GPU whether one of them is 0.
+    The backward of torch.cumprod divides by the factors, and first asks the GPU whether one of them is 0.
     """
     return recur(decay, F.pad(decay[..., :1, None], (0, 0, 0, decay.shape[-1] - 1)))[0]
 
@@ -199,8 +196,8 @@ def band(gate):
 def mixing(gates):
     """Run the rule on the coefficients of each x_i^T d_i, of W_0 and of S_0 instead of on matrices.
 
-        G_t = momentum_t * G_{t-1} + Gate_t,       momprod_t likewise from 1 on        S_t: Eq 33, 39
-        P_t = keep_t * P_{t-1} - step_t * G_t,     u_t from momprod_t, keepprod_t      W_t: Eq 16
+        G_t = momentum_t * G_{t-1} + Gate_t,       momprod_t = momentum_t * momprod_{t-1}            S_t: Eq 33, 39
+        P_t = keep_t * P_{t-1} - step_t * G_t,     u_t = keep_t * u_{t-1} - step_t * momprod_t       W_t: Eq 16
 
     Four tokens without momentum, window 1 and gates of 1 (a is keep, e is step):
 
@@ -212,22 +209,22 @@ def mixing(gates):
                                          P                             keepprod
 
     gates (.., c) and (.., c, window) -> P (.., c, n); [keepprod, u] (.., c, 1) each; the last rows of P and G
-    (.., 2, n); the last keepprod, u and momprod (.., 3, 1). Without momentum S_t is g_t: then there is no u, momprod
-    and row of G. The n = window - 1 + c pairs begin with those from before the chunk.
+    (.., 2, n); the last keepprod, u and momprod (.., 3, 1). Without momentum S_t is g_t, and
+    u, momprod and the row of G are left out. The n = window - 1 + c pairs begin with those from before the chunk.
     """
     coef, G, step = [products(gates.keep)], band(gates.gate), -gates.step[..., None]
     if gates.momentum is None:
         P, last = recur(gates.keep, step * G)                                    # Eq 16
         return P, coef, last, coef[0][..., -1:, :]
     momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, G)    # Eq 39
-    P, last = recur(gates.keep, step * G)                     # with momentum
+    P, P_last = recur(gates.keep, step * G)
     coef.append(recur(gates.keep, step * momprod)[0])
     ends = torch.cat([a[..., -1:, :] for a in (*coef, momprod)], -2)
-    return P, coef, torch.cat([last, G_last], -2), ends
+    return P, coef, torch.cat([P_last, G_last], -2), ends
 
 
 def muon_mixing(gates, m, begun, closes, due):
-    """Run the rule on coefficients where Newton-Schulz stands between S and W, in blocks of m tokens.
+    """Run the rule on coefficients with Newton-Schulz between S and W, in blocks of m tokens.
 
     Four tokens in two blocks of 2, without momentum, window 1 and gates of 1 (a is keep, e is step):
 
@@ -241,28 +238,26 @@ def muon_mixing(gates, m, begun, closes, due):
     `begun` tokens of the first block came before, with their `due` (.., 1, 1). `closes`: the chunk ends here, and so
     does its last block, whatever its length. -> in_U (.., blocks, n), the coefficients of each x_i^T d_i in U_j at the
     end of block j; the coefficient (.., 1, 1) of the old U in U_1; coef (.., c, 1 + ended), keepprod and C for the
-    blocks that end here; due (.., 1, 1) of the last block. With momentum in_U gets a last row for the last S_t and a
-    last column for S_0.
+    blocks that end here; due (.., 1, 1) of the last block. With momentum U_2 holds pairs of block 1, too, and
+    in_U has one row more, for the last S_t, and one column more, for S_0.
     """
     keep, step, momentum, gate = gates
     c, token = keep.shape[-1], torch.arange(begun, begun + keep.shape[-1], device=keep.device)
     blocks = -(-(begun + c) // m)
     ended = blocks if closes else (begun + c) // m
     inside = token[:, None] // m == torch.arange(blocks, device=keep.device)     # (c, blocks): token t is in block j
-    is_last = F.pad(inside[1:], (0, 0, 0, 1)) < inside        # and it is the last token of j that is here
-    one = is_last.any(1)[:, None].to(keep).expand(*keep.shape, 1)
-    kept = recur_back(keep * (token % m > 0), one)            # the product of keep from t + 1 to the end of t's block
-    old_in_U = keep[..., :1, None] * kept[..., :1, :]
-    S_in_U = step[..., None] * kept * inside                  # (.., c, blocks): how much of S_t is in U_j
-    dues = S_in_U.sum(-2, keepdim=True)
-    dues = torch.cat([dues[..., :1] + old_in_U * due, dues[..., 1:]], -1)
+    is_last = F.pad(inside[1:], (0, 0, 0, 1)) < inside        # and it is the last one of j here
+    kept = recur_back(keep, is_last.to(keep).expand(*keep.shape, blocks)) * inside  # keep after t, to the end of j
+    S_in_U = step[..., None] * kept                           # (.., c, blocks): the coefficient of S_t in U_j
+    old_in_U = keep[..., :1, None] * kept[..., :1, :]         # of the old U in U_j: 0 in all blocks but the first
+    dues = S_in_U.sum(-2, keepdim=True) + old_in_U * due
     coef = torch.cat([products(keep), recur(keep, -(dues * is_last)[..., :ended])[0]], -1)
     if momentum is None:
-        return S_in_U.mT @ band(gate), old_in_U, coef, dues[..., -1:]
-    S_last = F.pad(keep.new_ones(1, 1), (0, 0, c - 1, 0)).expand(*keep.shape, 1)
-    g_in = recur_back(momentum, torch.cat([S_in_U, S_last], -1))                 # g_t is in S_t, S_t+1, ..
-    in_U = torch.cat([g_in.mT @ band(gate), (momentum[..., :1, None] * g_in[..., :1, :]).mT], -1)
-    return in_U, old_in_U, coef, dues[..., -1:]
+        return S_in_U.mT @ band(gate), old_in_U[..., :1], coef, dues[..., -1:]
+    last_S = F.pad(keep.new_ones(1, 1), (0, 0, c - 1, 0)).expand(*keep.shape, 1)
+    g_in_U = recur_back(momentum, torch.cat([S_in_U, last_S], -1))               # g_t is in S_t, S_t+1, ..
+    in_U = torch.cat([g_in_U.mT @ band(gate), (momentum[..., :1, None] * g_in_U[..., :1, :]).mT], -1)
+    return in_U, old_in_U[..., :1], coef, dues[..., -1:]
 
 
 # ---- one chunk learns; then all tokens are read
@@ -270,13 +265,13 @@ def muon_mixing(gates, m, begun, closes, due):
 class Chunks(NamedTuple):
     """The tokens of one or more chunks, ready for products: c tokens and n pairs in each, for N = B H sequences."""
     xq: torch.Tensor                      # (N, chunks, c, E) phi(q)
-    xk: torch.Tensor                      # (N, chunks, n, E) phi(k), which the memory is asked at the anchor
+    xk: torch.Tensor                      # (N, chunks, n, E) phi(k), the memory's input at the anchor
     x: torch.Tensor                       # (N, chunks, n, E) what is written: phi(k) again; one-hot with `exp` features
     v: torch.Tensor                       # (N, chunks, n, D) what the last matrix should produce
     qk: torch.Tensor | None               # (N, chunks, c, n) phi(q) phi(k)^T; None with Newton-Schulz
 
     def each(self):
-        """Yield the Chunks of one chunk after the other, with tensors (N, ..)."""
+        """Iterate over the chunks: a Chunks of tensors (N, ..) for each."""
         return (Chunks(*one) for one in zip(*(repeat(None) if a is None else a.unbind(1) for a in self)))
 
 
@@ -291,7 +286,7 @@ class Fast(NamedTuple):
 
 
 def features(rule, phi, q, k):
-    """Return phi(q), phi(k), and where attention reads, phi(q) phi(k)^T."""
+    """Return phi(q), phi(k), and without Newton-Schulz phi(q) phi(k)^T."""
     return phi(q), phi(k), None if rule.muon_every else phi.inner(q, k)
 
 
@@ -311,7 +306,7 @@ def write(x, d, rows):
 def learn(rule, chunk, rows, ends, fast):
     """Learn from one chunk, or a part of it, without Newton-Schulz -> its last W_t and S_t; x and d of each matrix.
 
-    rows (N, 1 or 2, n) and ends (N, 1 or 3, 1) are the last rows of P and G and the last coefficients, as of `mixing`.
+    rows (N, 1 or 2, n) and ends (N, 1 or 3, 1) are the last rows of P and G and the last coefficients, from `mixing`.
     """
     found, (keepprod, *more) = gradients(rule, chunk, fast), ends.split(1, -2)
     new, S = [write(x, d, rows) for x, d in found], fast.S
@@ -324,9 +319,9 @@ def learn(rule, chunk, rows, ends, fast):
 
 
 def muon_learn(rule, chunk, in_U, old_in_U, coef, fast):
-    """Learn with Newton-Schulz, by what muon_mixing returns -> last W_t and S_t, last U, O of each block that ends."""
+    """Learn with Newton-Schulz, from what muon_mixing returns -> last W_t, S_t and U_t, O of each block that ends."""
     n, ended, S = chunk.v.shape[1], coef.shape[-1] - 1, fast.S
-    new = [write(x, d, in_U[..., :n]) for x, d in gradients(rule, chunk, fast)]  # for each matrix: U of each block
+    new = [write(x, d, in_U[..., :n]) for x, d in gradients(rule, chunk, fast)]  # of each matrix: each U, last S
     if S:                                                                        # Eq 33
         new = [[torch.addcmul(a, in_U[:, r, n:, None], s) for r, a in enumerate(made)] for made, s in zip(new, S)]
         S, new = [made[-1] for made in new], [made[:-1] for made in new]
@@ -354,7 +349,7 @@ def read(rule, xq, M0, bases, coef, written=None):
     def of_matrix(i, rows):
         """Return what rows (K, c, in) read of the i-th matrix."""
         W, apart = list(bases[i]), M0 and rows.is_contiguous()
-        if M0 and not apart:                                  # monomials lie as columns (poly.py): read them once
+        if M0 and not apart:                                  # monomials are transposed (poly.py): one product for all
             W += [M0[i][:, None].expand(-1, len(rows) // len(M0[i]), -1, -1).flatten(0, 1)]
         reads = torch.bmm(rows, torch.cat(W, -1) if len(W) > 1 else W[0]).chunk(len(W), -1)
         y = reads[-1] if M0 else 0
@@ -370,48 +365,42 @@ def read(rule, xq, M0, bases, coef, written=None):
 
 
 def by_matrix(chunks):
-    """Regroup: of each chunk, of each matrix a tuple of (N, ..) or None -> of each matrix a tuple of (N chunks, ..)."""
+    """Regroup [chunk][matrix] tuples of (N, ..) or None -> [matrix] tuples of (N chunks, ..)."""
     stacked = lambda group: None if group[0] is None else torch.stack(group, 1).flatten(0, 1)
     return [[stacked(group) for group in zip(*tuples)] for tuples in zip(*chunks)]
 
 
-def plain_run(rule, chunks, gates, fast, pos):
-    """Run chunks without Newton-Schulz, from `pos` tokens into the first -> f (N, T, D) of the last matrix, fast."""
-    flat, bases, learned, c = lambda a: a.flatten(0, 1), [], [], chunks.xq.shape[2]
+def plain_run(rule, chunks, gates, fast):
+    """Learn from chunks without Newton-Schulz, one after the other -> bases, coef and written of `read`, fast."""
+    flat, bases, learned = lambda a: a.flatten(0, 1), [], []
     P, coef, rows, ends = mixing(gates)
-    rule = rule if (pos + c) % rule.chunk == 0 else rule._replace(ball=0.0)      # bounded where a chunk ends
     for chunk, *last in zip(chunks.each(), rows.unbind(1), ends.unbind(1)):
         bases.append([*zip(fast.W, fast.S)] if fast.S else [*zip(fast.W)])
         W, S, found = learn(rule, chunk, *last, fast)
         fast = fast._replace(W=W, S=S)
         learned.append([(None if i < memory.firsts(rule.memory) else x, d) for i, (x, d) in enumerate(found)])
     written = flat(P), flat(P * chunks.qk), by_matrix(learned)
-    f = read(rule, flat(chunks.xq), fast.M0, by_matrix(bases), [flat(a) for a in coef], written)
-    return f.view(len(P), -1, f.shape[-1]), fast
+    return (by_matrix(bases), [flat(a) for a in coef], written), fast
 
 
-def muon_run(rule, chunks, gates, fast, pos):
-    """Run chunks with Newton-Schulz; arguments and results as in plain_run. In a block begun there is one chunk."""
-    bases, c, m = [], chunks.xq.shape[2], rule.muon_every
-    begun, closes = pos % m, (pos + c) % rule.chunk == 0
+def muon_run(rule, chunks, gates, fast, begun, closes):
+    """Learn with Newton-Schulz; results as in plain_run, begun and closes as in muon_mixing (begun: of one chunk)."""
+    bases, m = [], rule.muon_every
     in_U, old_in_U, coef, due = muon_mixing(gates, m, begun, closes, fast.due)
-    rule = rule if closes else rule._replace(ball=0.0)
     for chunk, *made in zip(chunks.each(), in_U.unbind(1), old_in_U.unbind(1), coef.unbind(1)):
         before = fast.W
         W, S, U, O = muon_learn(rule, chunk, *made, fast)
         fast = fast._replace(W=W, S=S)
         bases.append([(w, *o) for w, o in zip(before, O)])
-    f = read(rule, chunks.xq.flatten(0, 1), fast.M0, by_matrix(bases), coef.flatten(0, 1).split(1, -1))
     due = due[:, -1:]
-    if closes or not (begun + c) % m:                         # the next block begins from 0
+    if closes or not (begun + coef.shape[2]) % m:             # the next block begins from 0
         U, due = [torch.zeros_like(u) for u in U], torch.zeros_like(due)
-    return f.view(len(in_U), -1, f.shape[-1]), fast._replace(U=U, due=due)
+    return (by_matrix(bases), coef.flatten(0, 1).split(1, -1), None), fast._replace(U=U, due=due)
 
 
 def compile_chunks(**options):
     """Compile the functions of the chunk form by torch.compile, for this process. The rest stays eager."""
-    # one variant for each shape, rule and part of a chunk
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # shapes, rules, parts
     for f in (features, mixing, muon_mixing, learn, muon_learn, read):
         if not hasattr(f, "_torchdynamo_orig_callable"):
             globals()[f.__name__] = torch.compile(f, dynamic=False, **options)
@@ -419,7 +408,7 @@ def compile_chunks(**options):
 
 # ---- from tokens to chunks and back
 
-AT_ONCE = 12_000_000  # numbers of phi(q) in one call of `advance`: the memory that a long text takes
+AT_ONCE = 12_000_000  # numbers of phi(q) in one call of `advance`; it bounds the memory that a long text takes
 
 
 def omega(rule, phi, q, k, v, gates, state):
@@ -427,8 +416,7 @@ def omega(rule, phi, q, k, v, gates, state):
     E = phi.out_dim if phi.kind != "exp" else phi.dim + state.keys.shape[2] + q.shape[2]
     at_once = max(1, AT_ONCE // max(1, q.shape[:2].numel() * E * rule.chunk))
     pieces, ys = cuts(q.shape[2], state.pos, rule.chunk, at_once), []
-    lengths = [c * count for c, count in pieces]
-    parts = (repeat(None) if a is None else a.split(lengths, 2) for a in (q, k, v, *gates))
+    parts = (repeat(None) if a is None else a.split([c * n for c, n in pieces], 2) for a in (q, k, v, *gates))
     for (_, count), q, k, v, *gates in zip(pieces, *parts):
         y, state = advance(rule, phi, count, q, k, v, Gates(*gates), state)
         ys.append(y)
@@ -438,7 +426,7 @@ def omega(rule, phi, q, k, v, gates, state):
 def cuts(T, pos, chunk, at_once):
     """Cut T tokens, the first one `pos` tokens into a chunk, into pieces of `count` times c tokens -> [(c, count), ..].
 
-    First comes the rest of a chunk in progress, then whole chunks, at most `at_once` in a piece, then a chunk begun.
+    First comes the rest of a chunk in progress, then whole chunks, at most `at_once` in a piece, then a part of one.
     """
     pieces = []
     while T:
@@ -464,35 +452,35 @@ def advance(rule, phi, count, q, k, v, gates, state):
         xq, xk, qk = features(rule, phi, cq, ck)
         chunks = Chunks(xq, xk, xk, cv, qk)
     matrices = lambda these: [a.expand(B, *a.shape[-3:]).flatten(0, 1) for a in these]           # -> (N, in, out)
-    fast = Fast(matrices(state.M0), matrices(state.W), matrices(state.S), matrices(state.anchor if state.pos else ()),
-                matrices(state.U if m and state.pos % m else ()), state.due.view(-1, 1, 1, 1))
-    f, fast = (muon_run if m else plain_run)(rule, chunks, gates, fast, state.pos)
+    pos, begun, anchor = (state.pos + c) % rule.chunk, state.pos % m if m else 0, state.anchor if state.pos else ()
+    parts = map(matrices, (state.M0, state.W, state.S, anchor, state.U if begun else ()))
+    fast = Fast(*parts, state.due.view(-1, 1, 1, 1))
+    rule = rule._replace(ball=0.0) if pos else rule           # W is bounded where a chunk ends
+    learned, fast = muon_run(rule, chunks, gates, fast, begun, not pos) if m else plain_run(rule, chunks, gates, fast)
+    f = read(rule, chunks.xq.flatten(0, 1), fast.M0, *learned)
+    y = memory.output(rule.memory, f.view(B, H, T, -1), q, rule.norm)
     W, S, U = (tuple(a.unflatten(0, (B, H)) for a in these) for these in (fast.W, fast.S, fast.U))
-    y, pos = memory.output(rule.memory, f.unflatten(0, (B, H)), q, rule.norm), (state.pos + c) % rule.chunk
+    # M0 as it came, not grown by write_keys: `models.detach` knows the parameter
     return y, State(M0, W, S, state.anchor if pos else W, U, fast.due.view(B, H), *past, state.keys, pos)
 
 
 def with_past(rule, state, k, v, gate):
-    """Return k, v behind the pairs before them, a gate for all of these, and the k, v to carry on.
+    """Return the earlier pairs and k, v in a row, a gate for all of them, and the k, v to carry on.
 
-    Pairs that are missing are zeros of weight 0: those before a text begins, and `idle` ones, which fill the number of
-    columns up to a multiple of 8, for faster products.
+    Missing pairs, from before the text, are zeros of weight 0. So are `idle` ones: a multiple of 8 columns is faster.
     """
     idle, T = -(rule.window - 1) % 8, k.shape[2]
     missing = idle + rule.window - 1 - state.k.shape[2]
     ks, vs = (torch.cat([F.pad(old, (0, 0, missing, 0)), new], 2) for old, new in ((state.k, k), (state.v, v)))
     gate = F.pad(gate, (idle, 0))
     if missing > idle:
-        seen = torch.arange(T, device=k.device)[:, None] + torch.arange(gate.shape[-1], device=k.device)
-        gate = gate * (seen >= missing)
+        pair = torch.arange(T, device=k.device)[:, None] + torch.arange(gate.shape[-1], device=k.device)
+        gate = gate * (pair >= missing)
     return ks, vs, gate, [a[:, :, max(T + idle, missing):].clone() for a in (ks, vs)]   # a view would keep all of it
 
 
 def overlapping(a, count, c, n):
-    """Return stretches of n rows, one beginning every c: (N, (count - 1) c + n, ..) -> (N, count, n, ..).
-
-    It is a.unfold, but faster.
-    """
+    """Return a.unfold, faster: n rows, begun every c rows; (N, (count - 1) c + n, ..) -> (N, count, n, ..)."""
     if count == 1:
         return a[:, None]
     more = -(-n // c)
@@ -512,7 +500,7 @@ def write_keys(rule, state, q, k, ks):
     width = q.shape[-1] + keys.shape[2]
     rows = [width] * firsts + [w.shape[-2] for w in state.W[firsts:]]
     matrices = {name: grown(getattr(state, name), rows) for name in ("M0", "W", "S", "anchor")}
-    hot = F.pad(torch.eye(ks.shape[2], dtype=q.dtype, device=q.device), (width - ks.shape[2], 0))    # missing: all zero
+    hot = F.pad(torch.eye(ks.shape[2], dtype=q.dtype, device=q.device), (width - ks.shape[2], 0))   # crops missing ones
     state = state._replace(keys=keys, **matrices)
     return state, kernel_rows(q, keys), kernel_rows(ks, keys), hot.expand(*k.shape[:2], *hot.shape)
 
