@@ -442,7 +442,7 @@ def advance(rule, phi, count, q, k, v, gates, state):
     tokens = lambda a: a.flatten(0, 1).unflatten(1, (count, c))                  # (B, H, T, ..) -> (N, count, c, ..)
     ks, vs, gate, past = with_past(rule, state, k, v, gates.gate)
     n = c + ks.shape[2] - T
-    pairs = lambda a: overlapping(a.flatten(0, 1), count, c, n)                  # -> (N, count, n, ..)
+    pairs = lambda a: a.flatten(0, 1).unfold(1, n, c).movedim(-1, 2)             # n rows every c: (N, count, n, ..)
     gates = Gates(*(None if a is None else tokens(a) for a in (*gates[:3], gate)))
     cq, ck, cv = tokens(q), pairs(ks), pairs(memory.target(rule.memory, rule.loss, ks, vs))
     if phi.kind == "exp":
@@ -477,15 +477,6 @@ def with_past(rule, state, k, v, gate):
         pair = torch.arange(T, device=k.device)[:, None] + torch.arange(gate.shape[-1], device=k.device)
         gate = gate * (pair >= missing)
     return ks, vs, gate, [a[:, :, max(T + idle, missing):].clone() for a in (ks, vs)]   # a view would keep all of it
-
-
-def overlapping(a, count, c, n):
-    """Return a.unfold, faster: n rows, begun every c rows; (N, (count - 1) c + n, ..) -> (N, count, n, ..)."""
-    if count == 1:
-        return a[:, None]
-    more = -(-n // c)
-    a = F.pad(a, (0, 0, 0, (count + more - 1) * c - a.shape[1])).unflatten(1, (-1, c))
-    return torch.cat([a[:, i: i + count, : n - i * c] for i in range(more)], 2)
 
 
 # ---- `exp` features: phi* is infinite (Eq 22), but the memory is a sum of phi*(k_i)^T d_i, and W holds the d_i
