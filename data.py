@@ -150,7 +150,7 @@ class Tokenizer:
             self.bpe = tiktoken.Encoding(kind, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text):
-        """Return the ids of a text, an int64 array (T,). Raises UserError naming characters that the vocabulary lacks."""
+        """Return the int64 ids (T,) of a text. Raises UserError naming the characters that the vocabulary lacks."""
         if self.kind == "byte":
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
         if self.kind in ("bpe", "gpt2"):
