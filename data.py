@@ -33,7 +33,7 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 
 # ---- text and token files
 class Corpus(NamedTuple):
-    """What a name of --data stands for: a text, token files, or a mix of these."""
+    """Hold what a name of --data stands for: a text, token files, or a mix of these."""
     used: str                                           # the name of what was really read
     sha256: str
     text: str = ""
@@ -43,7 +43,7 @@ class Corpus(NamedTuple):
     def splits(self, tokenizer, seq_len):
         """Return ids to train and to validate on, arrays (N,). Raises UserError where tokenizer or seq_len do not fit.
 
-        Parts of a mix are split alone. By weight, short ones repeat in training, and long ones are cut in validation.
+        A mix splits each part alone. To fit the weights, training repeats short parts, and validation cuts long ones.
         """
         if self.mix:
             weights, parts = zip(*((weight, part.splits(tokenizer, seq_len)) for weight, part in self.mix))
@@ -67,9 +67,9 @@ def read(name):
 
     'shakespeare' is data/shakespeare.txt beside this file, downloaded if missing. Without a network it is 'pydoc',
     Python's own help text; that differs between Python versions, so it is no benchmark. A folder with nanoGPT's token
-    files (*train*.bin and *val*.bin, no meta.pkl) stands for these; they are mapped, not loaded. Any other folder is
-    all its .txt files, in subfolders too, joined by newlines. Any other name is a UTF-8 file, of which .json and .jsonl
-    give their "text" fields. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight.
+    files (*train*.bin and *val*.bin, no meta.pkl) stands for these; they are mapped, not loaded. Any other folder
+    stands for its .txt files, in subfolders too, joined by newlines. Any other name is a UTF-8 file; a .json or .jsonl
+    file gives its "text" fields. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight.
     """
     weighted = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
     if all(weighted):
@@ -136,8 +136,8 @@ def _shakespeare():
 
 # ---- tokenizers
 class Tokenizer:
-    """Text <-> ids. tokens[id] is the UTF-8 bytes of one id, so one table decodes all kinds: char (the sorted
-    characters of a text), byte (all 256), bpe (these, then merged pairs in order of merging), gpt2 (GPT-2's 50257).
+    """Turn text into ids and back. tokens[id] is the UTF-8 bytes of an id, so one table decodes all kinds: char (the
+    sorted characters of a text), byte (all 256), bpe (these, then pairs in order of merging), gpt2 (GPT-2's 50257).
     """
 
     def __init__(self, kind, tokens):
@@ -165,17 +165,17 @@ class Tokenizer:
         return self.stream()(ids, final=True)
 
     def stream(self):
-        """Return feed(ids, final=False) -> the text that is complete by now; final: the rest, too, as U+FFFD."""
+        """Return feed(ids, final=False) -> the text that ids complete. final=True lets out the rest as U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda ids=(), final=False: decoder.decode(
             b"".join(self.tokens[i] for i in torch.as_tensor(ids).reshape(-1).tolist()), final)
 
     def bytes_a_token(self, ids):
-        """Return the mean bytes of ids[1:], which a model that reads ids (N,) predicts: for bits a byte."""
+        """Return the mean bytes of ids[1:], the tokens that a model predicts when it reads ids (N,)."""
         return sum(len(self.tokens[i]) for i in ids[1:] if self.tokens[i] != END) / (len(ids) - 1)
 
     def state(self):
-        """Return the arguments that make it again, in plain types, as torch.load(weights_only=True) reads them."""
+        """Return the arguments that make it again, in types that torch.load(weights_only=True) reads."""
         return {"kind": self.kind, "tokens": self.tokens}
 
 
@@ -187,7 +187,7 @@ def encode_prompt(tokenizer, prompt):
 def make_tokenizer(kind, text, bpe_size=1024):
     """Return a tokenizer of this kind. Raises UserError where a text or the network is missing.
 
-    char takes all characters of the text, as nanoGPT does. bpe learns up to bpe_size tokens from its training part.
+    char takes all characters of the text, as nanoGPT does. bpe learns up to bpe_size tokens from the part to train on.
     """
     if kind == "byte":
         return Tokenizer(kind, EVERY_BYTE)
@@ -239,7 +239,7 @@ def train_bpe(text, size):
 
 # ---- batches
 def split(ids, seq_len=-1, name="the text"):
-    """Return the first 90 % of ids to train on and the rest to validate. UserError if the rest is too short."""
+    """Return the first 90 % of ids, to train, and the rest, to validate. Raises UserError unless it exceeds seq_len."""
     cut = len(ids) * 9 // 10
     if (n := len(ids) - cut) <= seq_len:
         raise UserError(f"{name} is too short: validation keeps {n} tokens, no more than --seq-len {seq_len}")
@@ -261,7 +261,7 @@ def inputs_and_targets(ids, starts, length):
 
 
 def batch(ids, seed, step, batch_size, seq_len):
-    """Return x, y (B, T) int64 of ids (N,), N > T: a pure function of (seed, step). Epochs follow one another."""
+    """Return x, y (B, T) int64 of ids (N,), N > T, as a pure function of (seed, step), epoch after epoch."""
     count = len(epoch(len(ids), seq_len, seed, 0))
     numbers = range(step * batch_size, (step + 1) * batch_size)
     starts = [epoch(len(ids), seq_len, seed, i // count)[i % count] for i in numbers]
@@ -271,7 +271,7 @@ def batch(ids, seed, step, batch_size, seq_len):
 def windows(ids, seq_len, batch_size, every=1):
     """Yield x, y (<= B, T) int64, in which every token of ids but the first is a target exactly once.
 
-    A shorter window comes last and alone, so weight means by y.numel(). every > 1: only each `every`-th whole window.
+    A shorter window comes last and alone, so weight means by y.numel(). every > 1 leaves each `every`-th whole window.
     """
     whole = (len(ids) - 1) // seq_len * seq_len
     starts = range(0, whole, every * seq_len)
@@ -292,7 +292,7 @@ def streams(ids, seq_len, n):
 # ---- python data.py
 
 def make_files(args):
-    """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does. gpt2 cuts words anew at each BLOCK."""
+    """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does. The end of a BLOCK may cut a word."""
     if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
         raise UserError(f"{args.out} already holds token files; give another --out")
     corpus, tokenizer = read(args.data), make_tokenizer(args.tokenizer, "")

@@ -52,7 +52,7 @@ def position_loss(model, ids, length, batch_size, n_windows):
 
 
 def buckets(length):
-    """Return [0, 16), [16, 32), [32, 64), ... up to length."""
+    """Return the ranges [0, 16), [16, 32), [32, 64), ... up to length, as pairs."""
     edges = [0, *(16 * 2**i for i in range(60) if 16 * 2**i < length), length]
     return list(zip(edges, edges[1:]))
 
@@ -196,7 +196,7 @@ def one_pass(layer, rule, momentum, k, v):
 
 
 def online_layer(args, device, **more):
-    """Return a memory layer, without a network around it, by the flags, else by PLAIN. Raises UserError for exp."""
+    """Return a memory layer by the flags, else by PLAIN; no network surrounds it. Raises UserError for exp features."""
     torch.manual_seed(args.seed)
     layer = models.Memory(models.configure("atlas", **{**PLAIN, **more, **args.config})).to(device)
     if layer.config.features == "exp":
@@ -278,7 +278,7 @@ BY_TASK = dict(text=dict(batch_size=8), capacity=dict(pairs=[4, 8, 16, 32, 44, 6
 
 
 def parse(argv=None):
-    """Return the flags, with the task's defaults where one was not given; `config` holds those of models.Config."""
+    """Return the flags. Some defaults depend on the task. `config` is a dict of the given fields of models.Config."""
     parser = Parser(prog="eval.py", description=__doc__)
     add = parser.add_argument
     add("--task", default="text", choices=tuple(TASKS), help="text: losses of checkpoints; probe: one checkpoint at "
@@ -289,7 +289,7 @@ def parse(argv=None):
     add_device(parser)
     add = parser.add_argument_group("--task text and probe").add_argument
     add("--ckpt", nargs="+", default=["out"], help="checkpoint files, or folders with best.pt or ckpt.pt [out]")
-    add("--data", help="read another text than that of the training; its last tenth counts")
+    add("--data", help="the text to read, of which the last tenth counts [the training's]")
     add("--length", type=at_least(int, 0), default=0, metavar="N",
         help="text: longest window of the loss by position [4 x training's]; probe: tokens to read [training's]")
     add("--windows", type=at_least(int, 1), default=32, metavar="N", help="windows of the loss by position [32]")
