@@ -118,6 +118,24 @@ def at_least(kind, low, high=2**31 - 1):
     return number
 
 
+def task_flags(parser, argv, by_task, cls):
+    """Return the flags, with other defaults from by_task[task] and a dict `config` of those that are fields of cls."""
+    parser.set_defaults(**by_task.get(parser.parse_args(argv).task, {}))
+    args = parser.parse_args(argv)
+    args.config = {f.name: vars(args).pop(f.name) for f in fields(cls) if hasattr(args, f.name)}
+    args.plot = args.plot and args.plot.replace("TASK", args.task)
+    return args
+
+
+def run_task(tasks, args):
+    """Run the task that the flags name on their device. Return the exit code."""
+    def run():
+        if args.plot:
+            need("matplotlib")
+        tasks[args.task](args, setup(args.device, args.threads))
+    return exit_code(run)
+
+
 # ---- files and pictures
 
 @contextmanager

@@ -2,19 +2,17 @@
 
 `read` finds a text or token files, `make_tokenizer` turns text into ids, and `split`, `batch`, `windows` and `streams`
 cut ids up. There is no loader object: a batch is a function of (seed, step), so an exact resume needs no loader state.
-`python data.py --data corpus --out tokens` makes token files.
 """
 import codecs
 import glob
 import hashlib
 import json
-import os
 import re
 import sys
 import urllib.request
 from collections import Counter, defaultdict
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +33,7 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 
 # ---- text and token files
 class Corpus(NamedTuple):
-    """What a name of --data stands for: a text, token files, or a mix of these."""
+    """Hold what a name of --data stands for: a text, token files, or a mix of these."""
     used: str                                           # the name of what was really read
     sha256: str
     text: str = ""
@@ -45,8 +43,7 @@ class Corpus(NamedTuple):
     def splits(self, tokenizer, seq_len):
         """Return ids to train and to validate on, arrays (N,). Raises UserError where tokenizer or seq_len do not fit.
 
-        Each part of a mix is split alone. In training the part that lasts longest comes once, and the others repeat up
-        to their weight. In validation the part that ends first comes once, and the others are cut.
+        A mix splits each part alone. To fit the weights, training repeats short parts, and validation cuts long ones.
         """
         if self.mix:
             weights, parts = zip(*((weight, part.splits(tokenizer, seq_len)) for weight, part in self.mix))
@@ -66,19 +63,24 @@ class Corpus(NamedTuple):
 
 
 def read(name):
-    """Return the Corpus of a name as --data takes it.
+    """Return the Corpus of a name as --data takes it. Raises UserError for what cannot be read, is empty or not UTF-8.
 
     'shakespeare' is data/shakespeare.txt beside this file, downloaded if missing. Without a network it is 'pydoc',
-    Python's own help text; that differs between Python versions, so it is no benchmark.
-    A folder with nanoGPT's token files (*train*.bin and *val*.bin, no meta.pkl) stands for these; they are mapped, not
-    loaded. Anything else is a UTF-8 file, or all .txt files of a folder and its subfolders, joined by newlines. In .json
-    and .jsonl files only the "text" fields count. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight.
-    Raises UserError for what cannot be read, is empty or not UTF-8.
+    Python's own help text; that differs between Python versions, so it is no benchmark. A folder with nanoGPT's token
+    files (*train*.bin and *val*.bin, no meta.pkl) stands for these; they are mapped, not loaded. Any other folder
+    stands for its .txt files, in subfolders too, joined by newlines. Any other name is a UTF-8 file; a .json or .jsonl
+    file gives its "text" fields. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight.
     """
-    parts = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
-    if all(parts):
-        return mixed([(float(part[2]), read(part[1])) for part in parts])
-    text = _shakespeare() if name == "shakespeare" else ""
+    weighted = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
+    if all(weighted):
+        mix = tuple((float(part[2]), read(part[1])) for part in weighted)
+        if not all(weight for weight, _ in mix):
+            raise UserError("a weight of --data is 0; leave that part out")
+        used = ",".join(f"{part.used}:{weight:g}" for weight, part in mix)
+        digest = hashlib.sha256(" ".join(f"{part.sha256}:{weight}" for weight, part in mix).encode())
+        train, val = zip(*(split(part.text) for _, part in mix))
+        return Corpus(used, digest.hexdigest(), "".join(train + val), mix=mix)      # bpe learns from what comes first
+    text = _shakespeare() if name == "shakespeare" else None
     if name == "pydoc" or name == "shakespeare" and not text:
         from pydoc_data.topics import topics
         name, text = "pydoc", "\n".join(topics[topic] for topic in sorted(topics))
@@ -92,21 +94,10 @@ def read(name):
     return Corpus(str(name), hashlib.sha256(text.encode()).hexdigest(), text)
 
 
-def mixed(mix):
-    """Return the Corpus of (weight, Corpus) pairs. Its text begins with the training part of each: make_tokenizer."""
-    if not all(weight > 0 for weight, _ in mix):
-        raise UserError("a weight of --data is 0; leave that part out")
-    used = ",".join(f"{part.used}:{weight:g}" for weight, part in mix)
-    digest = hashlib.sha256(" ".join(f"{part.sha256}:{weight}" for weight, part in mix).encode()).hexdigest()
-    cut = [(part.text, len(part.text) * 9 // 10) for _, part in mix]
-    text = "".join([text[:n] for text, n in cut] + [text[n:] for text, n in cut])
-    return Corpus(used, digest, text, mix=tuple(mix))
-
-
 def _text(name):
     """Return the text of a file, or of all .txt files of a folder, ordered by path. Line ends stay as they are."""
     paths, texts = [Path(name)], []
-    if os.path.isdir(name):                             # glob skips hidden names (.ipynb_checkpoints, ._a.txt)
+    if Path(name).is_dir():                             # glob skips hidden names (.ipynb_checkpoints, ._a.txt)
         paths = [Path(name, path) for path in sorted(glob.glob("**/*.[tT][xX][tT]", root_dir=name, recursive=True))]
     try:
         for path in paths:
@@ -116,45 +107,41 @@ def _text(name):
                 rows = [row for made in map(json.loads, lines) for row in (made if isinstance(made, list) else [made])]
                 text = "\n".join(row["text"] for row in rows)
             texts.append(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}; give --data a text file or folder, in UTF-8 (iconv converts)")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f'{path} is no JSON of objects with a "text": {type(error).__name__} {error}')
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot read {path}: {type(error).__name__} {error}; give --data a file or folder of text in "
+                        'UTF-8 (iconv converts), or JSON of objects with a "text"')
     text = "\n".join(texts)
     if not text.strip():
         raise UserError(f"no text in {name}; give --data a text file, or a folder of .txt files or of two token files")
-    if os.path.isdir(name):
+    if Path(name).is_dir():
         print(f"data: read {len(text):,} characters from {len(paths)} .txt files in {name}", file=sys.stderr)
     return text
 
 
 def _shakespeare():
-    """Return the text, or None and a line on stderr if there is neither a file nor a network."""
+    """Return the text. Print a line and return None if there is neither a file nor a network."""
     if SHAKESPEARE.exists():
         return SHAKESPEARE.read_bytes().decode()
     try:
-        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=5) as reply:
-            data = reply.read()
+        data = urllib.request.urlopen(SHAKESPEARE_URL, timeout=5).read()
         if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:          # a login page, half a file
             raise ValueError("wrong sha256")
+        with suppress(OSError), replacing(SHAKESPEARE) as temporary:        # not kept where the folder is read-only
+            temporary.write_bytes(data)
+        return data.decode()
     except (OSError, ValueError) as error:
         print(f"data: cannot download tiny Shakespeare ({error}); using pydoc, Python's own help text, instead "
               f"(for Shakespeare, put it at {SHAKESPEARE})", file=sys.stderr)
-        return None
-    with suppress(OSError), replacing(SHAKESPEARE) as temporary:            # not kept where the folder is read-only
-        temporary.write_bytes(data)
-    return data.decode()
 
 
 # ---- tokenizers
 class Tokenizer:
-    """Text <-> ids. tokens[id] is the UTF-8 bytes of one id, so one table decodes all kinds: char (the sorted
-    characters of a text), byte (all 256), bpe (these, then merged pairs in order of merging), gpt2 (GPT-2's 50257).
+    """Turn text into ids and back. tokens[id] is the UTF-8 bytes of an id, so one table decodes all kinds: char (the
+    sorted characters of a text), byte (all 256), bpe (these, then pairs in order of merging), gpt2 (GPT-2's 50257).
     """
 
     def __init__(self, kind, tokens):
         self.kind, self.tokens, self.vocab_size = kind, list(tokens), len(tokens)
-        self.lengths = np.array([len(t) * (t != END) for t in tokens])      # bytes of text behind each id
         if kind == "char":
             self.ids = {str(t, "utf-8"): i for i, t in enumerate(tokens)}
         elif kind != "byte":
@@ -163,7 +150,7 @@ class Tokenizer:
             self.bpe = tiktoken.Encoding(kind, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text):
-        """Return the ids of a text, an int64 array (T,). Raises UserError naming characters that the vocabulary lacks."""
+        """Return the int64 ids (T,) of a text. Raises UserError naming the characters that the vocabulary lacks."""
         if self.kind == "byte":
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
         if self.kind in ("bpe", "gpt2"):
@@ -178,20 +165,17 @@ class Tokenizer:
         return self.stream()(ids, final=True)
 
     def stream(self):
-        """Return feed(ids, final=False), which returns the text that one id or several complete.
-
-        The first bytes of a character wait for its last one. feed(final=True) lets out what is left, as U+FFFD.
-        """
+        """Return feed(ids, final=False) -> the text that ids complete. final=True lets out the rest as U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda ids=(), final=False: decoder.decode(
             b"".join(self.tokens[i] for i in torch.as_tensor(ids).reshape(-1).tolist()), final)
 
     def bytes_a_token(self, ids):
-        """Return the mean bytes of ids[1:], which a model that reads ids (N,) predicts: for bits a byte."""
-        return int(self.lengths[ids[1:]].sum()) / (len(ids) - 1)
+        """Return the mean bytes of ids[1:], the tokens that a model predicts when it reads ids (N,)."""
+        return sum(len(self.tokens[i]) for i in ids[1:] if self.tokens[i] != END) / (len(ids) - 1)
 
     def state(self):
-        """Return the arguments that make it again, in plain types, as torch.load(weights_only=True) reads them."""
+        """Return the arguments that make it again, in types that torch.load(weights_only=True) reads."""
         return {"kind": self.kind, "tokens": self.tokens}
 
 
@@ -203,8 +187,7 @@ def encode_prompt(tokenizer, prompt):
 def make_tokenizer(kind, text, bpe_size=1024):
     """Return a tokenizer of this kind. Raises UserError where a text or the network is missing.
 
-    char takes its vocabulary from the whole text, as nanoGPT does. bpe learns up to bpe_size tokens from the first 90 %,
-    which are trained on.
+    char takes all characters of the text, as nanoGPT does. bpe learns up to bpe_size tokens from the part to train on.
     """
     if kind == "byte":
         return Tokenizer(kind, EVERY_BYTE)
@@ -213,7 +196,7 @@ def make_tokenizer(kind, text, bpe_size=1024):
     if kind == "char":
         return Tokenizer(kind, [character.encode() for character in sorted(set(text))])
     if kind == "bpe":
-        return Tokenizer(kind, train_bpe(text[:len(text) * 9 // 10], bpe_size))
+        return Tokenizer(kind, train_bpe(split(text)[0], bpe_size))
     import tiktoken
     try:
         bpe = tiktoken.get_encoding("gpt2")
@@ -226,40 +209,37 @@ def make_tokenizer(kind, text, bpe_size=1024):
 def train_bpe(text, size):
     """Return at most `size` tokens of byte-pair encoding (Sennrich et al. 2016), fewer where no pair occurs twice.
 
-    It starts from all bytes. Again and again the two neighbours that occur most often inside of GPT-2's words become
-    one more token. Pairs are counted by the bytes they make, as tiktoken merges them. Of equal counts the first in byte
-    order wins.
+    It starts from all bytes. Again and again the two neighbours most frequent inside of GPT-2's words become a token.
+    Pairs count by the bytes they make, as tiktoken merges them. Of equal counts the first in byte order wins.
     """
     import regex                                        # tiktoken requires it
-    times = Counter(match.group() for match in regex.finditer(GPT2_PATTERN, text))
-    words = [([bytes([b]) for b in word.encode()], n) for word, n in times.items()]
-    counts, where = Counter(), defaultdict(set)         # of each pair: how often it occurs, in which words
+    times = Counter(match.group().encode() for match in regex.finditer(GPT2_PATTERN, text))
+    parts = {word: [bytes([b]) for b in word] for word in times}
+    tokens, counts, where = list(EVERY_BYTE), Counter(), defaultdict(set)   # of a pair: how often, in which words
 
-    def count(i, word, n):
-        for pair in map(bytes.__add__, word, word[1:]):
-            counts[pair] += n
-            where[pair].add(i)
+    def count(word, sign):
+        for pair in map(bytes.__add__, parts[word], parts[word][1:]):
+            counts[pair] += sign * times[word]
+            where[pair].add(word)
 
-    for i, (word, n) in enumerate(words):
-        count(i, word, n)
-    tokens = list(EVERY_BYTE)
+    for word in parts:
+        count(word, 1)
     while len(tokens) < size and (most := max(counts.values(), default=0)) > 1:
         token = min(pair for pair, n in counts.items() if n == most)
         tokens.append(token)
-        for i in where.pop(token):
-            word, n = words[i]
-            joined = word[:1]
-            for part in word[1:]:                       # joins, from the left, what makes the token
+        for word in where.pop(token):
+            count(word, -1)
+            joined = parts[word][:1]
+            for part in parts[word][1:]:                # joins, from the left, what makes the token
                 joined[-1:] = [token] if joined[-1] + part == token else [joined[-1], part]
-            count(i, word, -n)
-            count(i, joined, n)
-            words[i] = joined, n
+            parts[word] = joined
+            count(word, 1)
     return tokens
 
 
 # ---- batches
-def split(ids, seq_len=1, name="the text"):
-    """Return the first 90 % of ids (N,) to train and the last 10 % to validate, as nanoGPT. UserError if too few."""
+def split(ids, seq_len=-1, name="the text"):
+    """Return the first 90 % of ids, to train, and the rest, to validate. Raises UserError unless it exceeds seq_len."""
     cut = len(ids) * 9 // 10
     if (n := len(ids) - cut) <= seq_len:
         raise UserError(f"{name} is too short: validation keeps {n} tokens, no more than --seq-len {seq_len}")
@@ -281,10 +261,7 @@ def inputs_and_targets(ids, starts, length):
 
 
 def batch(ids, seed, step, batch_size, seq_len):
-    """Return x, y (B, T) int64 of ids (N,), N > T; y is x one token later. A pure function of (seed, step).
-
-    Every window of an epoch comes once, then the windows of the next epoch.
-    """
+    """Return x, y (B, T) int64 of ids (N,), N > T, as a pure function of (seed, step), epoch after epoch."""
     count = len(epoch(len(ids), seq_len, seed, 0))
     numbers = range(step * batch_size, (step + 1) * batch_size)
     starts = [epoch(len(ids), seq_len, seed, i // count)[i % count] for i in numbers]
@@ -294,8 +271,7 @@ def batch(ids, seed, step, batch_size, seq_len):
 def windows(ids, seq_len, batch_size, every=1):
     """Yield x, y (<= B, T) int64, in which every token of ids but the first is a target exactly once.
 
-    A shorter window comes last, as a batch of one, so weight means by y.numel(). With every > 1 only each `every`-th
-    whole window comes.
+    A shorter window comes last and alone, so weight means by y.numel(). every > 1 leaves each `every`-th whole window.
     """
     whole = (len(ids) - 1) // seq_len * seq_len
     starts = range(0, whole, every * seq_len)
@@ -306,10 +282,7 @@ def windows(ids, seq_len, batch_size, every=1):
 
 
 def streams(ids, seq_len, n):
-    """Yield x, y (n, <= T) int64: the text as n streams side by side, in pieces of seq_len, for a carried state.
-
-    Fewer than n tokens are left out at the end. A text of n tokens or fewer makes fewer streams.
-    """
+    """Yield x, y (n, <= T) int64: ids as n streams side by side, in pieces of seq_len. At most n - 1 ids are lost."""
     n = min(n, len(ids) - 1)
     length = (len(ids) - 1) // n
     for i in range(0, length, seq_len):
@@ -319,18 +292,14 @@ def streams(ids, seq_len, n):
 # ---- python data.py
 
 def make_files(args):
-    """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does; `split` cuts the text.
-
-    A large text is encoded in blocks, between which gpt2 may cut words differently.
-    """
+    """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does. The end of a BLOCK may cut a word."""
     if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
         raise UserError(f"{args.out} already holds token files; give another --out")
     corpus, tokenizer = read(args.data), make_tokenizer(args.tokenizer, "")
-    if not corpus.text or corpus.mix:
+    if corpus.mix or corpus.tokens:
         raise UserError(f"{args.data} is a mix, or token files; give one text, and mix the token files")
-    text = corpus.text
-    ids = [tokenizer.encode(text[i: i + BLOCK]).astype("<u2") for i in range(0, len(text), BLOCK)]
-    train, val = split(np.concatenate(ids), name=args.data)
+    blocks = (corpus.text[i: i + BLOCK] for i in range(0, len(corpus.text), BLOCK))
+    train, val = split(np.concatenate([tokenizer.encode(text).astype("<u2") for text in blocks]), 1, args.data)
     for file, part in ("val.bin", val), ("train.bin", train):
         with replacing(args.out / file) as temporary:
             part.tofile(temporary)
@@ -342,8 +311,7 @@ def main(argv=None):
     parser.add_argument("--data", required=True, help="a text file, a folder of .txt files, shakespeare, pydoc")
     parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="what a token is [gpt2]")
     parser.add_argument("--out", default="tokens", type=Path, help="folder for train.bin and val.bin [tokens]")
-    args = parser.parse_args(argv)
-    return exit_code(lambda: make_files(args))
+    return exit_code(partial(make_files, parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

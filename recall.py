@@ -1,4 +1,4 @@
-"""recall.py - can a small model recall what it saw once? Synthetic tasks, and campaigns that train small models on them.
+"""recall.py - can a small model recall what it saw once? Synthetic tasks, and campaigns that train models on them.
 
     python recall.py needle --model transformer deltanet atlas --seeds 1 2 3 --plot     pairs hidden in long noise
     python recall.py mqar --pairs 2 4 8                                                 many pairs at once
@@ -22,7 +22,7 @@ import torch
 import data
 import models
 import train
-from common import Parser, UserError, add_device, add_flags, at_least, exit_code, need, picture, replacing, say, setup
+from common import Parser, UserError, add_device, add_flags, at_least, picture, replacing, run_task, say, task_flags
 
 
 # ---- recall of pairs
@@ -174,56 +174,37 @@ LENGTHS = (32, 64, 128)                         # of the needle in training, in 
 
 
 class Recall(train.Task):
-    """Sequences with questions in them: draw(number, generator) -> tokens, targets."""
+    """Train on sequences with questions in them: draw(number, generator) -> tokens, targets."""
 
     def __init__(self, tc, device, draw):
         super().__init__(tc, device)
-        self.drawn = sequences(draw, tc.seed, device)
+        self.draw = draw
 
     def loss(self, model, number):
         """Return the loss of the answers."""
-        x, y = self.drawn(number)
+        x, y = (a.to(self.device) for a in self.draw(number, randomness(self.tc.seed, number)))
         self.seen += x.numel()
         return model.loss(x, y)
+
+
+def randomness(seed, number, test=False):
+    """Return the generator of a batch. Training and test share none."""
+    return torch.Generator().manual_seed(2 * (1_000_003 * seed + number) + test)
 
 
 def variant(name, args, **more):
     """Read a model as --model takes it, as atlas,memory=mlp,steps=900 -> models.Config, its training steps, its lr."""
     preset, *changes = name.split(",")
-    kinds = {**{f.name: f.type for f in fields(models.Config)}, "steps": int, "lr": float}
-    given = {}
-    for change in changes:
-        key, _, value = change.partition("=")
-        if key not in kinds or kinds[key] is bool and value not in ("True", "False"):
-            raise UserError(f"--model {name}: cannot read {change!r}; give field=value, as memory=mlp or muon=False")
+    boolean = {"True": True, "False": False}.__getitem__
+    kinds = {f.name: boolean if f.type is bool else f.type for f in fields(models.Config)} | dict(steps=int, lr=float)
+    given = dict(steps=args.steps, lr=args.lr)
+    for key, _, value in (change.partition("=") for change in changes):
         try:
-            given[key] = value == "True" if kinds[key] is bool else kinds[key](value)
-        except ValueError:
-            raise UserError(f"--model {name}: {value!r} is no {kinds[key].__name__}") from None
-    steps, lr = given.pop("steps", args.steps), given.pop("lr", args.lr)
+            given[key] = kinds[key](value)
+        except (KeyError, ValueError):
+            raise UserError(f"--model {name}: no {key}={value}; give field=value: memory=mlp, muon=False") from None
+    steps, lr = given.pop("steps"), given.pop("lr")
     return models.configure(preset, **{**SMALL, **args.config, **more, **given}), steps, lr
-
-
-@torch.no_grad()
-def accuracy(model, batches):
-    """Return the share of right answers; targets of -100 are not asked for."""
-    right = asked = 0
-    for x, y in batches:
-        right += (model(x)[0].argmax(-1) == y).sum().item()
-        asked += (y >= 0).sum().item()
-    return right / asked
-
-
-def ask(model, draw, columns, seed, device):
-    """Return the accuracy on draw(column, generator) for each column, on sequences that training never shows."""
-    return [accuracy(model, map(sequences(lambda step, g: draw(n, g), seed, device, True), range(4))) for n in columns]
-
-
-def sequences(draw, seed, device, test=False):
-    """Return drawn(step), which calls draw(step, generator). Training and test share no generator."""
-    def drawn(step):
-        return [a.to(device) for a in draw(step, torch.Generator().manual_seed(2 * (1_000_003 * seed + step) + test))]
-    return drawn
 
 
 def trained(name, seed, args, device, vocab, draw):
@@ -240,91 +221,87 @@ def trained(name, seed, args, device, vocab, draw):
     return model.eval()
 
 
+@torch.no_grad()
+def accuracy(model, batches):
+    """Return the share of right answers in batches x, y; targets of -100 are not asked for."""
+    right, asked, device = 0, 0, next(model.parameters()).device
+    for x, y in batches:
+        right += (model(x.to(device))[0].argmax(-1).cpu() == y).sum().item()
+        asked += (y >= 0).sum().item()
+    return right / asked
+
+
+def score(args, device, vocab, draw, turns, columns, name, seed):
+    """Train a model on draw(n, generator) with n from turns in turn. Return its accuracy for each n of columns."""
+    model = trained(name, seed, args, device, vocab, lambda step, g: draw(turns[step % len(turns)], g))
+    return [accuracy(model, (draw(n, randomness(seed, i, test=True)) for i in range(4))) for n in columns]
+
+
 # ---- campaigns
 
-def campaign(args, trial, columns, chance="", names=None):
-    """Run trial(name, seed), which scores each of the columns, for all names (else those of --model) and --seeds.
+def campaign(args, trial, columns, chance="", x="", **how):
+    """Run trial(name, seed), which scores each of the columns, for each name of --model and each of --seeds.
 
-    Prints the table -> {name: {column: [a score a seed]}}. The file of --json keeps results; what it has is not redone.
+    Print the table. For --plot draw it over an axis named x; how: more arguments of `picture`. The file of --json
+    keeps results, and what it has is not done again. Return {name: {column: [a score a seed]}}.
     """
-    file, names = Path(args.json) if args.json else None, names or args.model
-    settings = {key: getattr(args, key) for key in SETTINGS}
-    settings = {name: dict(settings, config=asdict(variant(name, args)[0])) for name in names}
+    file = Path(args.json) if args.json else None
+    settings = {name: {key: getattr(args, key) for key in SETTINGS} | dict(config=asdict(variant(name, args)[0]))
+                for name in args.model}
     try:
         records = json.loads(file.read_text())["records"] if file and file.exists() else []
     except (ValueError, KeyError, TypeError):
         raise UserError(f"--json {file} holds no results of such a task; give another file") from None
-    full = lambda how: dict(how, config={**asdict(models.Config()), **how["config"]})    # newer fields were off
+    full = lambda old: dict(old, config={**asdict(models.Config()), **old["config"]})    # newer fields were off
     done = {(r["model"], r["seed"]): r for r in records if full(r["settings"]) == settings.get(r["model"])}
-    for seed, name in itertools.product(args.seeds, names):
+    for seed, name in itertools.product(args.seeds, args.model):
         if (name, seed) not in done:
             began = time.perf_counter()
-            scores = trial(name, seed)
-            record = dict(model=name, seed=seed, settings=settings[name], scores=dict(zip(map(str, columns), scores)),
-                          seconds=round(time.perf_counter() - began))
-            done[name, seed] = record
-            records.append(record)
+            scores = dict(zip(map(str, columns), trial(name, seed)))
+            done[name, seed] = dict(model=name, seed=seed, settings=settings[name], scores=scores,
+                                    seconds=round(time.perf_counter() - began))
+            records.append(done[name, seed])
             if file:
                 with replacing(file) as temporary:
                     temporary.write_text(json.dumps(dict(records=records), indent=1))
-    found = {name: {c: [done[name, seed]["scores"][str(c)] for seed in args.seeds] for c in columns} for name in names}
-    width = max(map(len, names)) + 2
+    found, lines, width = {}, {}, max(map(len, args.model)) + 2
     say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds" + chance)
-    for name, (_, means, spreads) in zip(names, curves(found).values()):
-        cells = [f"{a:.3f}" + f" +- {b:.3f}" * (len(args.seeds) > 1) for a, b in zip(means, spreads)]
+    for name in args.model:
+        found[name] = {c: [done[name, seed]["scores"][str(c)] for seed in args.seeds] for c in columns}
+        a = torch.tensor(list(found[name].values()), dtype=torch.float64)         # (columns, seeds)
+        means, spreads = a.mean(1).tolist(), a.std(1, correction=min(1, len(args.seeds) - 1)).tolist()
+        lines[models.title(name)] = columns, means, spreads
+        cells = [f"{mean:.3f}" + f" +- {b:.3f}" * (len(args.seeds) > 1) for mean, b in zip(means, spreads)]
         seconds = sum(done[name, seed]["seconds"] for seed in args.seeds)
         say(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells) + f"{seconds:10d}")
+    if args.plot and x:
+        picture(args.plot, lines, x, "right answers", **how)
     return found
-
-
-def curves(found):
-    """Return what `campaign` found as `picture` takes it: mean and standard deviation over the seeds."""
-    lines = {}
-    for name, scores in found.items():
-        a = torch.tensor(list(scores.values()), dtype=torch.float64)             # (columns, seeds)
-        spread = a.std(1) if a.shape[1] > 1 else 0 * a[:, 0]
-        lines[models.title(name)] = list(scores), a.mean(1).tolist(), spread.tolist()
-    return lines
 
 
 def needle_task(args, device):
     """Train on short sequences in turn, and ask in longer ones."""
-    def draw(length, g):
-        return needle(args.batch_size, 4, length, g)
-
-    def trial(name, seed):
-        model = trained(name, seed, args, device, 49, lambda step, g: draw(LENGTHS[step % 3], g))
-        return ask(model, draw, args.lengths, seed, device)
-    found = campaign(args, trial, args.lengths, "    (by guessing 0.062)")
-    if args.plot:
-        axes = "length of the text [tokens]", "right answers"
-        picture(args.plot, curves(found), *axes, log="x", level=1 / 16, trained=LENGTHS[-1])
+    trial = partial(score, args, device, 49, partial(needle, args.batch_size, 4), LENGTHS, args.lengths)
+    campaign(args, trial, args.lengths, "    (by guessing 0.062)", "length of the text [tokens]",
+             log="x", level=1 / 16, trained=LENGTHS[-1])
 
 
 def mqar_task(args, device):
-    """Train on all numbers of pairs in turn, and ask for each."""
-    def draw(n, g):
-        return mqar(args.batch_size, n, n, args.vocab, args.seq_len, g)
-    for n in args.pairs:                                      # fail now, where one does not fit
+    """Train on all numbers of pairs in turn, and ask for each. Raises UserError where one does not fit."""
+    draw = lambda n, g: mqar(args.batch_size, n, n, args.vocab, args.seq_len, g)
+    for n in args.pairs:                                      # before the work begins
         draw(n, torch.Generator())
-
-    def trial(name, seed):
-        turns = lambda step, g: draw(args.pairs[step % len(args.pairs)], g)
-        model = trained(name, seed, args, device, args.vocab, turns)
-        return ask(model, draw, args.pairs, seed, device)
-    found = campaign(args, trial, args.pairs, "    (by guessing 1 / pairs)")
-    if args.plot:
-        picture(args.plot, curves(found), "pairs", "right answers")
+    trial = partial(score, args, device, args.vocab, draw, args.pairs, args.pairs)
+    campaign(args, trial, args.pairs, "    (by guessing 1 / pairs)", "pairs")
 
 
 def mad_task(args, device):
     """Train one model for each of the six tasks."""
-    def trial(name, seed):
-        scores = []
+    def trial(*model):
+        found, n = [], [args.batch_size]
         for draw, vocab, _ in MAD.values():
-            batch = lambda _, g, draw=draw: draw(args.batch_size, generator=g)
-            scores += ask(trained(name, seed, args, device, vocab, batch), batch, [0], seed, device)
-        return scores
+            found += score(args, device, vocab, lambda n, g: draw(n, generator=g), n, n, *model)
+        return found
     campaign(args, trial, list(MAD))
     say("by guessing: " + ", ".join(f"{name} {chance:.2f}" for name, (_, _, chance) in MAD.items()))
 
@@ -337,18 +314,17 @@ ABLATION = {  # what is changed: by how much the paper's perplexity rises (from 
 
 def ablation_task(args, device):
     """Train each row of the paper's Table 6 on tiny Shakespeare and on the needle, with the same number of tokens."""
-    corpus = data.read("shakespeare")
+    corpus, args.model = data.read("shakespeare"), list(ABLATION)
     tokenizer = data.make_tokenizer("char", corpus.text)
     ids, val = corpus.splits(tokenizer, args.seq_len)
 
     def trial(name, seed):
         text = trained(name, seed, args, device, tokenizer.vocab_size,
                        lambda step, g: data.batch(ids, seed, step, args.batch_size, args.seq_len))
-        pairs = trained(name, seed, args, device, 49,
-                        lambda step, g: needle(args.batch_size, 4, LENGTHS[step % 3], g))
         loss = train.evaluate(text, val, args.seq_len, args.batch_size, 128)
-        return [loss, *ask(pairs, lambda n, g: needle(args.batch_size, 4, n, g), args.lengths, seed, device)]
-    found = campaign(args, trial, ("text", *args.lengths), names=list(ABLATION))
+        pairs = partial(needle, args.batch_size, 4)
+        return [loss, *score(args, device, 49, pairs, LENGTHS, args.lengths, name, seed)]
+    found = campaign(args, trial, ("text", *args.lengths))
     base = torch.tensor(found["atlas"]["text"])
     for name, sign in ABLATION.items():
         more = torch.tensor(found[name]["text"]) - base                   # seed by seed
@@ -358,52 +334,37 @@ def ablation_task(args, device):
         say(f"{name:24} text {more.mean():+.3f} nats   {paper}")
 
 
-# ---- main
-
 TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
-USUAL = dict(batch_size=32, pairs=[4], steps=300, lr=5e-3, seq_len=24, lengths=[128, 256, 512, 1024, 2048, 4096])
-BY_TASK = dict(needle=dict(steps=1200), mad=dict(steps=600), mqar={},
+BY_TASK = dict(needle=dict(steps=1200), mad=dict(steps=600),                     # defaults that differ from the flags'
                ablation=dict(batch_size=16, seq_len=128, lengths=[1024]))
 SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab"      # of a result
 
 
 def parse(argv=None):
-    """Return the flags, with the task's defaults where one was not given; `config` holds those of models.Config."""
+    """Return the flags. Some defaults depend on the task. `config` is a dict of the given fields of models.Config."""
     parser = Parser(prog="recall.py", description=__doc__, usage="python recall.py TASK [flags]")
     add = parser.add_argument
     add("task", choices=tuple(TASKS), metavar="TASK", help="needle, mqar, mad or ablation")
     add("--model", nargs="+", default=["atlas"], help="presets, changed or not: atlas,memory=mlp,steps=900 [atlas]")
     add("--seeds", type=at_least(int, 0), nargs="+", default=[1337], metavar="N", help="of weights, sequences [1337]")
-    add("--steps", type=at_least(int, 1), metavar="N", help="training steps [300; needle 1200, mad 600]")
-    add("--lr", type=at_least(float, 0), metavar="X", help="peak learning rate of AdamW [0.005]")
-    add("--batch-size", type=at_least(int, 1), metavar="N", help="sequences at a time [32; ablation 16]")
-    add("--lengths", type=at_least(int, 16), nargs="+", metavar="N", help="needle and ablation: tokens of the texts "
-        "that ask [128 256 512 1024 2048 4096; 1024]")
-    add("--pairs", type=at_least(int, 1), nargs="+", metavar="N", help="mqar: numbers of pairs, trained in turn [4]")
-    add("--vocab", type=at_least(int, 4), default=16, metavar="N",
-        help="mqar: tokens; one that fills, vocab / 2 - 1 keys, vocab / 2 values [16]")
-    add("--seq-len", type=at_least(int, 1), metavar="N", help="tokens a sequence of mqar, text of ablation [24; 128]")
-    add("--plot", nargs="?", const="", metavar="FILE", help="needle, mqar: draw a picture [results/TASK.png]")
+    add("--steps", type=at_least(int, 1), default=300, metavar="N", help="training steps [300; needle 1200, mad 600]")
+    add("--lr", type=at_least(float, 0), default=5e-3, metavar="X", help="peak learning rate of AdamW [0.005]")
+    add("--batch-size", type=at_least(int, 1), default=32, metavar="N", help="sequences at a time [32; ablation 16]")
+    add("--lengths", type=at_least(int, 16), nargs="+", default=[128, 256, 512, 1024, 2048, 4096], metavar="N",
+        help="needle and ablation: tokens of the texts that ask [128 256 512 1024 2048 4096; 1024]")
+    add("--pairs", type=at_least(int, 1), nargs="+", default=[4], metavar="N", help="mqar: numbers of pairs [4]")
+    add("--vocab", type=at_least(int, 4), default=16, metavar="N", help="mqar: tokens; one fills, half are values [16]")
+    add("--seq-len", type=at_least(int, 1), default=24, metavar="N", help="tokens: of mqar, of ablation [24; 128]")
+    add("--plot", nargs="?", const="results/TASK.png", metavar="FILE", help="draw needle or mqar [results/TASK.png]")
     add("--json", metavar="FILE", help="keep the results there, and go on from them")
     add_device(parser)
     network = parser.add_argument_group("the network", "In [] is what atlas has here.")
     add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
-    args = parser.parse_args(argv)
-    args.config = {f.name: vars(args).pop(f.name) for f in fields(models.Config) if hasattr(args, f.name)}
-    for name, value in {**USUAL, **BY_TASK[args.task]}.items():
-        setattr(args, name, getattr(args, name) or value)
-    args.plot = f"results/{args.task}.png" if args.plot == "" else args.plot
-    return args
+    return task_flags(parser, argv, BY_TASK, models.Config)
 
 
 def main(argv=None):
-    args = parse(argv)
-
-    def run():
-        if args.plot:
-            need("matplotlib")
-        TASKS[args.task](args, setup(args.device, args.threads))
-    return exit_code(run)
+    return run_task(TASKS, parse(argv))
 
 
 if __name__ == "__main__":

@@ -1330,7 +1330,7 @@ MISTAKES = [                                                  # program, flags, 
     (sample, "--ckpt run --device cpu --prompt \u00e9", "\u00e9"),
     (eval, "--ckpt gone", "gone"), (recall, "mqar --window 0", "--window"),
     (recall, "mqar --pairs 1 7", "vocab=16"), (recall, "mqar --model gpt", "transformer"),
-    (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mad --model atlas,chunk=x", "'x'"),
+    (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mad --model atlas,chunk=x", "chunk=x"),
     (eval, "--task online --features exp --no-muon", "--features"),
     (bench, "--json gone/x", "gone"), (bench, "--part peers --plot x.png", "--part layer"),
     (episodic, "--grok --modulus 12", "--modulus"), (episodic, "--arithmetic 1.5", "--arithmetic"),
@@ -1723,8 +1723,8 @@ def test_text_task_on_a_checkpoint(trained, text, capsys, monkeypatch):
 
 def test_accuracy_of_an_oracle_and_of_a_fool():
     """Catches answers counted where nothing is asked, and sequences shared by training and test."""
-    draw = lambda step, g: recall.mqar(4, 4, 4, 16, 24, g)
-    train_set, test_set = (list(map(recall.sequences(draw, 1337, CPU, test), range(3))) for test in (False, True))
+    train_set, test_set = ([recall.mqar(4, 4, 4, 16, 24, recall.randomness(1337, i, test)) for i in range(3)]
+                           for test in (False, True))
     answers = iter([y.clamp_min(0) for _, y in test_set])
     assert recall.accuracy(Stub(lambda x: F.one_hot(next(answers), 16).float()), test_set) == 1.0
     assert recall.accuracy(Stub(lambda x: torch.zeros(*x.shape, 16)), test_set) == 0.0
