@@ -7,7 +7,7 @@ There are two loops. The outer loop (train.py) learns every nn.Parameter here, a
 The inner loop (omega.py) runs inside forward. It starts from M0 at the beginning of every sequence, changes only the
 fast weights W of that sequence, and never touches a parameter. The `state` that forward returns holds what it learned.
 """
-import math
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -79,22 +79,18 @@ class Config:
         if not self.head_dim and self.n_embd % self.n_head:
             raise UserError(f"--n-embd {self.n_embd} is no multiple of --n-head {self.n_head}; give --head-dim")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        try:
-            floors = [float(f) for f in self.memory_floor.split(",")]
-        except ValueError:
-            floors = [math.nan]
-        alone = self.attention
-        polynomial = features_dim(self.features, self.head_dim, self.degree, self.sketch_dim)
+        alone, wired, E = self.attention, self.wiring != "lmm", features_dim(
+            self.features, self.head_dim, self.degree, self.sketch_dim)
         for fault, message in (
             (self.dropout >= 1, f"--dropout must be below 1, not {self.dropout}"),
-            (alone and self.wiring != "lmm", f"--wiring {self.wiring} needs a memory model, not attention alone"),
-            ((alone or self.wiring != "lmm") and self.head_dim % 2, "rotary embedding needs an even --head-dim"),
-            (not all(0 <= f < 1 for f in floors), "--memory-floor takes numbers from 0 to below 1, as 0.3,0.1,0.05, "
-             f"not {self.memory_floor!r}"),
-            ((self.polarise or any(floors)) and self.wiring not in ("mag", "mac"), "--memory-floor and --polarise "
-             "need --wiring mag or mac"),
-            (self.wiring != "lmm" and not self.attn_window, f"--wiring {self.wiring} needs an --attn-window"),
-            (not alone and polynomial > 10**6, "more than a million features; lower --degree or --head-dim"),
+            (alone and wired, f"--wiring {self.wiring} needs a memory model, not attention alone"),
+            ((alone or wired) and self.head_dim % 2, "rotary embedding needs an even --head-dim"),
+            (not re.fullmatch(r"0?(\.\d+)?(,0?(\.\d+)?)*", self.memory_floor), "--memory-floor takes numbers below 1, as "
+             f"0.3,0.1,0.05, not {self.memory_floor!r}"),
+            ((self.polarise or self.memory_floor != "0") and self.wiring not in ("mag", "mac"),
+             "--memory-floor and --polarise need --wiring mag or mac"),
+            (wired and not self.attn_window, f"--wiring {self.wiring} needs an --attn-window"),
+            (not alone and E > 10**6, "more than a million features; lower --degree or --head-dim"),
             (self.shard and (alone or self.wiring == "mac" or self.features == "exp"),
              "--shard needs a memory with finite features, and another --wiring than mac"),
             (self.features == "sketch" and self.degree != 2, "--features sketch needs --degree 2"),
@@ -132,16 +128,6 @@ PRESETS = {
     "atlas++":         dict(memory="gated",  loss="l2",  window=8, **_muon),                                 # Eq 43
 }
 
-TITLES = {"transformer": "transformer (RoPE)", "linear": "linear attention", "deltanet": "DeltaNet", "titans": "Titans",
-          "omeganet": "OmegaNet", "atlas": "ATLAS", "atlas++": "ATLAS++"}
-
-
-def title(name):
-    """Return a preset, as atlas or atlas,memory=mlp, in words for a picture."""
-    preset, *changes = name.split(",")
-    return ", ".join([TITLES.get(preset, preset), *changes])
-
-
 # Sizes, which a preset overrides. `tiny` is Config itself: its memory is a matrix, which on a laptop learns more in the
 # same time than the paper's MLP (results/README.md). From 170m on the shapes are those of the paper's Table 7. Wide
 # heads have too many monomials, so phi is a sketch of 1 + D + 255 features there: GPUs like multiples of 16.
@@ -173,16 +159,20 @@ def build(preset="atlas", size="tiny", **overrides):
     return LM(configure(preset, size, **overrides))
 
 
+def title(name):
+    """Return a preset, changed or not, as atlas,memory=mlp, in the words of a picture."""
+    words = dict(transformer="transformer (RoPE)", deltanet="DeltaNet", titans="Titans", omeganet="OmegaNet",
+                 atlas="ATLAS")
+    preset, *changes = name.split(",")
+    return ", ".join([words.get(preset, preset), *changes])
+
+
 # ---- the memory layer
 
 class MemoryState(NamedTuple):
     """What a Memory carries from call to call."""
     fast: omega.State | shards.Shards     # the fast weights and what belongs to them
     conv: torch.Tensor                    # (B, 3, 3 H D), the last inputs of the convolution
-
-
-def at_least_float32(x):
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def without_autocast(x):
@@ -201,9 +191,13 @@ def short_conv(before, x, taps):
     return F.silu(y).permute(0, 2, 3, 1)[:, 0]
 
 
+def at_least_float32(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def unit(x):
-    """Return x / |x|, and 0 for 0."""
-    return F.normalize(x, dim=-1, eps=1e-6)
+    """Return x / |x|, and 0 for 0, in float32 at least."""
+    return F.normalize(at_least_float32(x), dim=-1, eps=1e-6)
 
 
 class Memory(nn.Module):
@@ -288,9 +282,9 @@ class Memory(nn.Module):
         before = state.conv.to(qkv.dtype)
         tail = torch.cat([before, qkv[:, -n:]], 1)[:, -n:]
         qkv = F.silu(qkv) if self.conv is None else short_conv(before, qkv, self.conv)
-        q, k, v = (at_least_float32(heads(a, self.config.n_head)) for a in qkv.chunk(3, -1))
+        q, k, v = (heads(a, self.config.n_head) for a in qkv.chunk(3, -1))
         with without_autocast(x):
-            return unit(q), unit(k), v, self.make_gates(x), tail                 # choice 8
+            return unit(q), unit(k), at_least_float32(v), self.make_gates(x), tail                # choice 8
 
     def finish(self, x, y):
         """Norm of each head, output gate, projection: y (B, H, T, D) -> (B, T, n_embd)."""
@@ -299,10 +293,9 @@ class Memory(nn.Module):
 
     def retrieve(self, x, W, keys=None):
         """Return M*(q), Titans Eq 21: what fast weights W recall for x (B, T, n_embd) without writing."""
-        q = F.silu(self.qkv(x).chunk(3, -1)[0])               # no convolution: choice 18
-        q = unit(at_least_float32(heads(q, self.config.n_head)))
+        q = heads(F.silu(self.qkv(x).chunk(3, -1)[0]), self.config.n_head)       # no convolution: choice 18
         with without_autocast(x):
-            y = self.recall(q, W, keys)
+            y = self.recall(unit(q), W, keys)
         return self.finish(x, y)
 
     def recall(self, q, W, keys=None):
