@@ -133,8 +133,8 @@ def settings(given, old=None):
 class Task:
     """What a run trains and measures: Text below, Recall in recall.py, Episodes and Grok in episodic.py.
 
-    loss(model, number) is a function of (seed, number). `launch` also needs vocab_size, `data` (the name and hash of
-    what is read) and finish(model, run). A checkpoint keeps what is in `saved`; `measure` finds the `columns`.
+    loss(model, number) returns the loss of a forward pass, a function of (seed, number). `launch` also needs vocab_size,
+    `data` (what is read) and finish(model, run). A checkpoint keeps `saved`. `measure` finds the `columns`.
     """
     program, about, saved, columns = "train.py", "", {}, []
 
@@ -294,14 +294,13 @@ def validate(model, task):
 
 def train(model, optimizers, run, task):
     """Train from run["step"] on -> the number of the signal that stopped it, or None. Write no files if not tc.out."""
-    tc, first, logs = task.tc, run["step"], []
-    out = Path(tc.out) if tc.out and not RANK else None
-    if first == 0:
+    tc, logs, out = task.tc, [], Path(task.tc.out) if task.tc.out and not RANK else None
+    if run["step"] == 0:
         run["start"], words = validate(model, task)
         say(f"step {0:5d}/{tc.steps}{words}")
     began = time.perf_counter() - run["seconds"]
     with noted_signals() as noted:
-        for step in range(first + 1, tc.steps + 1):
+        for step in range(run["step"] + 1, tc.steps + 1):
             tick, seen, last = time.perf_counter(), task.seen, step == tc.steps
             torch.manual_seed(tc.seed + RANK + step * PROCESSES)     # of dropout: a function of (seed, step, process)
             for m in model.modules():
@@ -309,7 +308,7 @@ def train(model, optimizers, run, task):
                     m.set_floor((step - 1) / tc.steps)
             loss, norm = train_step(model, optimizers, task, step - 1)
             speed = (task.seen - seen) * PROCESSES / (time.perf_counter() - tick)
-            if out and step == first + 1:                     # only now that a step has worked are older files touched
+            if out and not logs:                              # only now that a step has worked are older files touched
                 logs = open_logs(out, run, COLUMNS + task.columns)
             found, words = validate(model, task) if last or step % tc.eval_every == 0 else ({}, "")
             run.update(step=step, seconds=time.perf_counter() - began, end=found)
@@ -367,9 +366,9 @@ def open_logs(out, run, columns):
     log, tc = out / "log.csv", run["train"]
     rows = list(csv.DictReader(log.open())) if log.exists() else []
     with replacing(log) as temporary, temporary.open("w") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()                                  # what a killed run logged but did not save is left out:
-        writer.writerows(row for row in rows if int(row["step"]) <= run["step"])
+        table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        table.writeheader()                                   # what a killed run logged but did not save is left out:
+        table.writerows(row for row in rows if int(row["step"]) <= run["step"])
     (out / "config.json").write_text(json.dumps({key: run[key] for key in ("train", "config", "data")}, indent=1))
     logs = [csv.DictWriter(log.open("a", buffering=1), columns, lineterminator="\n").writerow]
     if tc["wandb"]:
@@ -379,7 +378,8 @@ def open_logs(out, run, columns):
     if tc["tensorboard"]:
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(out)
-        logs.append(lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row] and writer.flush())
+        logs.append(lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row])
+        logs.append(lambda row: writer.flush())
     return logs
 
 
