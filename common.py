@@ -1,7 +1,6 @@
 """common.py - what all programs share: settings that become flags, one-line errors, files, pictures, the device.
 
-Each program has a dataclass of settings whose fields are made by `opt`; `add_flags` turns every field into a flag.
-A user's mistake raises UserError, and `exit_code` prints it as one line.
+`add_flags` turns each field that `opt` made into a flag. `exit_code` prints a UserError, a user's mistake, as one line.
 """
 import argparse
 import importlib.util
@@ -11,7 +10,6 @@ import signal
 import sys
 from contextlib import contextmanager
 from dataclasses import field, fields
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +34,7 @@ def say(text):
 
 
 def exit_code(task):
-    """Run task() and return its exit code; print on stderr what a user can be told in one line."""
+    """Run task() and return its exit code. Print on stderr what a user can be told in one line."""
     getattr(sys.stdout, "reconfigure", dict)(errors="replace")            # a sample has letters that a terminal lacks
     try:
         return task() or 0
@@ -44,7 +42,7 @@ def exit_code(task):
         sys.stdout = open(os.devnull, "w")                    # or it would fail again at exit
         return 0
     except KeyboardInterrupt as fault:
-        code, message = 128 + (fault.args or (signal.SIGINT,))[0], "stopped; files that were saved are intact"
+        code, message = 128 + (fault.args or [signal.SIGINT])[0], "stopped; files that were saved are intact"
     except (UserError, Halt, OSError) as fault:
         code, message = 2 if isinstance(fault, UserError) else 1, fault
     except (MemoryError, RuntimeError) as fault:
@@ -84,7 +82,7 @@ class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is answered in one line instead of the whole usage."""
 
     def __init__(self, usage="python %(prog)s [flags]", **how):
-        style = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=118)
+        style = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=118)
         super().__init__(usage=usage, allow_abbrev=False, formatter_class=style, **how)
 
     def error(self, message):
@@ -140,17 +138,16 @@ def run_task(tasks, args):
 
 @contextmanager
 def replacing(path):
-    """Give a temporary name beside `path` and rename it to `path` at the end: a crash leaves the old file or the new."""
+    """Yield a temporary name beside `path`, and rename it at the end. A crash leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())                           # the disk must have the text before the name
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"      # Okabe, Ito: for all eyes
 
 
 def need(package):
@@ -162,28 +159,28 @@ def need(package):
 def picture(path, lines, x, y, log="", level=None, trained=None):
     """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with bands clipped to [0, 1], over axes named x and y.
 
-    log: which axes are logarithmic. level: a dotted line for guessing. trained: a vertical line at this length.
+    log names the logarithmic axes. A dotted line is drawn at `level`, for guessing, and a vertical one at `trained`.
     """
     need("matplotlib")
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.4, 4), layout="constrained")
-    ax = figure.subplots()
+    ax = figure.subplots(subplot_kw=dict(xlabel=x, ylabel=y))
+    colours = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"     # Okabe, Ito: for all eyes
     for i, (label, (xs, ys, *spreads)) in enumerate(lines.items()):
-        style = dict(color=COLOURS[i % 7], marker="os^vDPX"[i % 7], markersize=4, markevery=max(1, len(xs) // 12))
-        ax.plot(xs, ys, label=label, linestyle=("-", "--", ":")[i // 7 % 3], **style)
+        style = dict(color=colours[i % 7], marker="os^vDPX"[i % 7], linestyle=("-", "--", ":")[i // 7 % 3])
+        ax.plot(xs, ys, label=label, markersize=4, markevery=max(1, len(xs) // 12), **style)
         for a in spreads:
-            low, high = ([min(1.0, max(0.0, b + sign * c)) for b, c in zip(ys, a)] for sign in (-1, 1))
+            low, high = ((torch.tensor(ys) + sign * torch.tensor(a)).clamp(0, 1) for sign in (-1, 1))
             ax.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
     if level is not None:
         ax.axhline(level, color="gray", linestyle=":", label="guessing")
     if trained is not None:
         ax.axvline(trained, color="gray", linestyle="--", label="longest text in training")
-    ax.set(xlabel=x, ylabel=y)
     for axis in log:
         getattr(ax, f"set_{axis}scale")("log", base=2)
         getattr(ax, f"{axis}axis").set_major_formatter("{x:,g}")
     ax.grid(alpha=0.3)
-    figure.legend(loc="outside upper center", fontsize=8, ncols=2 if len(lines) > 1 else 1)
+    figure.legend(loc="outside upper center", fontsize=8, ncols=2)
     save(figure, path)
 
 
@@ -204,7 +201,7 @@ def setup(device_name, threads=0):
     torch.set_flush_denormal(True)                            # decayed gates fall below 1e-38, where Intel cores crawl
     if threads:
         torch.set_num_threads(threads)
-    cpu = getattr(torch.cpu, "get_capabilities", dict)()
+    cpu = getattr(torch.cpu, "get_capabilities", dict)()      # an older torch cannot tell
     if name == "cuda":
         torch.set_float32_matmul_precision("high")            # TF32
     elif cpu.get("avx512_f") and cpu.get("sse4a"):            # an AMD core: no Intel core has SSE4a
@@ -216,10 +213,10 @@ def setup(device_name, threads=0):
 
 
 def native_bfloat16(device):
-    """Tell whether bfloat16 is faster than float32 there. A CPU without instructions for it takes many times as long."""
+    """Tell whether the device has instructions for bfloat16. A CPU without them takes many times as long."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability() >= (8, 0)
-    cpu = torch.cpu.get_capabilities() if device.type == "cpu" and hasattr(torch.cpu, "get_capabilities") else {}
+    cpu = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
     return bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
 
 

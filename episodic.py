@@ -128,7 +128,6 @@ class Episodes(Shown):
         self.words, self.text, self.pairs = words, (ids[:cut], ids[cut:]), sums(tc.modulus, tc.share, tc.seed)
         self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), len(words) + 5 + tc.modulus
         self.about = f"{len(words):,} words, {len(self.pairs[0]):,} sums to train, {len(self.pairs[1]):,} held out"
-        self.same(old)
 
     def draw(self, number, n, test):
         """Draw episode `number`: n times its kind; tokens whole; tokens masked; the masked ones, else -100; (B, T) each."""

@@ -1504,7 +1504,7 @@ def test_a_failed_save_keeps_the_checkpoint_before_it(copy, monkeypatch):
     before = contents(copy)
 
     def full(state, file):
-        file.write(b"PK half of a file")
+        Path(file).write_bytes(b"PK half of a file")
         raise RuntimeError("no space")
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(common.Halt, match="ckpt.pt.*intact"):
@@ -1545,7 +1545,7 @@ def test_lr_schedule_by_hand():
     assert [train.lr_scale(i, replace(tc, warmup=0)) for i in (0, 5)] == [1, 0.5]
     task, model = train.Task(tc, CPU), torch.nn.Linear(1, 1)
     task.loss = lambda model, number: model.weight.sum()
-    sgd = torch.optim.SGD([dict(params=[torch.nn.Parameter(torch.ones(1))], times=10.0)])
+    sgd = torch.optim.SGD([dict(params=[torch.nn.Parameter(torch.ones(1))], times=10.0)], lr=tc.lr)
     train.train_step(model, [sgd], task, 1)
     assert sgd.param_groups[0]["lr"] == pytest.approx(5 * tc.lr)          # of the embedding: --embed-lr
 
@@ -1554,9 +1554,9 @@ def step_of(clip=0.0, **shape):
     """One outer step of a small model, with plain SGD -> loss, norm, the parameters after it."""
     torch.manual_seed(0)
     model = models.build("atlas", vocab_size=20, n_layer=2, n_embd=16, n_head=2, head_dim=8, chunk=8, muon_every=8)
-    task = bench.Noise(train.TrainConfig(seq_len=16, warmup=2, grad_clip=clip, lr=1.0, **shape), CPU)
+    task = bench.Noise(train.TrainConfig(seq_len=16, warmup=2, grad_clip=clip, **shape), CPU)
     task.splits = [torch.randint(20, (200,), generator=torch.Generator().manual_seed(0))]
-    loss, norm = train.train_step(model, [torch.optim.SGD(model.parameters())], task, 0)
+    loss, norm = train.train_step(model, [torch.optim.SGD(model.parameters(), lr=1.0)], task, 0)
     return loss, norm, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 

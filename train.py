@@ -18,8 +18,8 @@ import signal
 import sys
 import time
 from argparse import SUPPRESS
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -31,13 +31,12 @@ import torch.nn.functional as F
 from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, native_bfloat16, need, opt,
                     pick_dtype, picture, replacing, say, setup)
 from data import TOKENIZERS, Tokenizer, batch, encode_prompt, make_tokenizer, read, streams, windows
-from models import LM, PRESETS, SIZES, Config, detach, holds_all, probe
-from muon import Muon, make_optimizers
+from models import LM, PRESETS, SIZES, Config, holds_all, probe
+from muon import make_optimizers
 from wiring import Wiring
 
 RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))     # torchrun sets these
 FORMAT = 4                                                    # of checkpoints
-LONGEST = 16384                                               # tokens a stream, in `report`
 SAMPLE = 200                                                  # tokens of the sample at the end
 
 
@@ -48,9 +47,8 @@ class TrainConfig:
     """Everything about a run that is not the network."""
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
     size: str = opt("auto", "size of the network and of the run; auto: baby on CUDA, else tiny", ("auto", *SIZES))
-    data: str = opt("shakespeare", "shakespeare, pydoc, a text file (.json: its \"text\" fields), a folder of text or "
-                    "token files, or a mix by weight: a.txt:0.4,b.jsonl:0.6")
-    tokenizer: str = opt("char", "bpe: byte pairs learned from your text; gpt2: those of GPT-2", choices=TOKENIZERS)
+    data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder, or a mix by weight: a.txt:0.4,b.jsonl:0.6")
+    tokenizer: str = opt("char", "bpe: byte pairs learned from your text; gpt2: the ones of GPT-2", choices=TOKENIZERS)
     bpe_size: int = opt(1024, "largest vocabulary of --tokenizer bpe", low=256)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv, config.json; an earlier run moves to OUT/old-N")
     resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings (but not --device, --threads, --compile)")
@@ -106,23 +104,25 @@ KEPT = {"model", "size", "tokenizer", "bpe_size"}             # --init takes the
 def settings(given, old=None):
     """Return TrainConfig and Config from the given flags and the checkpoint of --resume or --init, if there is one.
 
-    A new run takes defaults < size < preset < flags. --init puts its network in the place of size and preset.
+    A new run takes defaults < size < preset < flags. With --init the old network takes the place of size and preset.
     """
-    resume, was = given.get("resume"), {**old["config"], **old["train"]} if old else {}
+    resume, was = given.get("resume"), old["config"] | old["train"] if old else {}
     for name in given.keys() - FREE if resume else given.keys() & KEPT & was.keys():
         if given[name] != was[name]:
-            remedy = "" if name in KEPT else ", or begin a new run with these weights: --init CHECKPOINT --out FOLDER"
-            raise UserError(f"{flag(name)} is {was[name]} in {old['path']}, not {given[name]}; drop the flag{remedy}")
+            raise UserError(f"{flag(name)} is {was[name]} in {old['path']}, not {given[name]}; drop the flag, or begin "
+                            "a new run (--init takes the weights along)")
     size = was.get("size", given.get("size", "auto"))
     if size == "auto":
         size = "baby" if given.get("device") != "cpu" and torch.cuda.is_available() else "tiny"
-    run = {name: was[name] for name in (old["train"].keys() - LAUNCH if resume else KEPT & was.keys())}
-    network = old["config"] if old else {**SIZES[size], **PRESETS[given.get("model", TrainConfig.model)]}
-    ours = given.keys() & {f.name for f in fields(TrainConfig)}
-    run = {**TRAIN_SIZES[size], **run, **{name: given[name] for name in ours}, "size": size}
-    tc, config = TrainConfig(**run), Config(**{**network, **{name: given[name] for name in given.keys() - ours}})
+    kept = {name: was[name] for name in (old["train"].keys() - LAUNCH if resume else KEPT & was.keys())}
+    network = old["config"] if old else SIZES[size] | PRESETS[given.get("model", TrainConfig.model)]
+    flags = lambda cls: {f.name: given[f.name] for f in fields(cls) if f.name in given}
+    tc = TrainConfig(**(TRAIN_SIZES[size] | kept | flags(TrainConfig) | {"size": size}))
+    config = Config(**(network | flags(Config)))
     if tc.telemetry and (config.attention or config.shard):
         raise UserError(f"--telemetry: {tc.model} has no memory, or one in shards; drop the flag")
+    if tc.grad_accum % PROCESSES:
+        raise UserError(f"--grad-accum {tc.grad_accum} is no multiple of the number of processes, {PROCESSES}")
     if not resume and "warmup" not in given:
         tc.warmup = min(tc.warmup, tc.steps // 10)
     return tc, config
@@ -133,55 +133,40 @@ def settings(given, old=None):
 class Task:
     """What a run trains and measures: Text below, Recall in recall.py, Episodes and Grok in episodic.py.
 
-    A task has vocab_size, and `data`, what it reads; `saved` goes to the checkpoint, `columns` are what it measures.
+    loss(model, number) returns the loss of a forward pass, a function of (seed, number). `launch` also needs vocab_size,
+    `data` (what is read) and finish(model, run). A checkpoint keeps `saved`. `measure` finds the `columns`.
     """
     program, about, saved, columns = "train.py", "", {}, []
 
     def __init__(self, tc, device, dtype=torch.float32):
         self.tc, self.device, self.dtype, self.seen = tc, device, dtype, 0       # seen: tokens so far
 
-    def same(self, old):
-        """Raise UserError where a resumed run would read other data than before."""
-        if self.tc.resume and self.data["sha256"] != old["data"]["sha256"]:
-            raise UserError(f"{self.tc.out} was trained on {old['data']['used']}, another text than --data "
-                            f"{self.tc.data}; give that")
-
     def begin(self, model):
         """Change the starting values of a new model."""
 
     def optimizers(self, model):
-        """Return the optimizers of the model."""
+        """Return the optimizers of the model, each made with its peak learning rate."""
         return make_optimizers(model, self.tc, native_bfloat16(self.device))
 
-    def loss(self, model, number):
-        """Return the loss of a forward pass, as a function of (seed, number)."""
-        raise AssertionError("a task has a loss")
-
     def measure(self, model):
-        """Return what validation finds, a dict with the keys `columns`; "val" is the loss that best.pt minimises."""
+        """Return {column: value} of a validation; best.pt has the least "val"."""
         return {}
-
-    def finish(self, model, run):
-        """Say what the run has reached."""
-
-
-MEMORY = [f"memory/{name}" for name in ("keep", "step", "momentum", "gate", "surprise", "untaught", "written", "S",
-                                        "share", "attn_gate", "attn_gate_spread")]
 
 
 class Text(Task):
     """Next-token prediction on a text."""
+    probed = "keep step momentum gate surprise untaught written S share attn_gate attn_gate_spread".split()
 
     def __init__(self, tc, device, dtype, old=None):
         super().__init__(tc, device, dtype)
         corpus = read(tc.data)
-        self.data = dict(used=corpus.used, sha256=corpus.sha256)
-        self.same(old)
-        self.tokenizer = Tokenizer(**old["tokenizer"]) if old else make_tokenizer(tc.tokenizer, corpus.text, tc.bpe_size)
-        self.splits, self.vocab_size = corpus.splits(self.tokenizer, tc.seq_len), self.tokenizer.vocab_size
-        self.saved, self.columns = dict(tokenizer=self.tokenizer.state()), ["val"] + MEMORY * tc.telemetry
+        tokenizer = Tokenizer(**old["tokenizer"]) if old else make_tokenizer(tc.tokenizer, corpus.text, tc.bpe_size)
+        self.tokenizer, self.splits = tokenizer, corpus.splits(tokenizer, tc.seq_len)
+        self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), tokenizer.vocab_size
+        self.saved = dict(tokenizer=tokenizer.state())
+        self.columns = ["val", *(f"memory/{name}" for name in self.probed if tc.telemetry)]
         self.about = (f"{len(self.splits[0]):,} tokens to train, {len(self.splits[1]):,} to validate, "
-                      f"{self.tokenizer.kind} vocabulary of {self.vocab_size:,}")
+                      f"{tokenizer.kind} vocabulary of {self.vocab_size:,}")
 
     def loss(self, model, number):
         """Return the loss of the batch with this number."""
@@ -196,12 +181,13 @@ class Text(Task):
         tc, ids = self.tc, self.splits[1]
         found = dict(val=evaluate(model, ids, tc.seq_len, tc.batch_size, tc.eval_windows, dtype=self.dtype))
         if tc.telemetry:
+            x, _ = next(windows(ids, tc.seq_len, tc.batch_size))
             with autocast(self.device, self.dtype):
-                layers = probe(model, next(windows(ids, tc.seq_len, tc.batch_size))[0].to(self.device))
-            for at in layers:
-                at |= {"attn_gate_spread": at["attn_gate"].std((0, 1))} if "attn_gate" in at else {}
-            found |= {f"memory/{name}": sum(at[name].float().mean().item() for at in layers) / len(layers)
-                      for name in layers[0]}
+                layers = probe(model, x.to(self.device))
+            if "attn_gate" in layers[0]:
+                layers = [at | {"attn_gate_spread": at["attn_gate"].std((0, 1))} for at in layers]
+            for name in layers[0]:
+                found[f"memory/{name}"] = sum(at[name].float().mean().item() for at in layers) / len(layers)
         return found
 
     def finish(self, model, run):
@@ -210,9 +196,9 @@ class Text(Task):
         model.load_state_dict(ckpt["model"])
         say(f"\nbest step {ckpt['step']} on the whole validation split, in windows of {tc.seq_len}:")
         loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype)
-        how = dict(temperature=0.8, generator=torch.Generator(self.device).manual_seed(tc.seed))
-        ids = encode_prompt(self.tokenizer, "")
-        say("\n" + "".join(continue_text(model, self.tokenizer, ids, SAMPLE, **how)) + "\n")
+        torch.manual_seed(tc.seed)
+        sample = continue_text(model, self.tokenizer, encode_prompt(self.tokenizer, ""), SAMPLE, temperature=0.8)
+        say("\n" + "".join(sample) + "\n")
         if self.device.type == "cuda":
             say(f"peak memory on the GPU: {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB")
         before, after = run["start"]["val"], run["end"]["val"]
@@ -220,8 +206,7 @@ class Text(Task):
             say(f"done: {tc.model} on {self.data['used']}, best validation loss {loss:.4f} nats/token, "
                 f"{loss / math.log(2):.4f} bits/token (whole split), {timedelta(seconds=int(run['seconds']))}")
         else:                                                 # or nan
-            say(f"warning: the validation loss rose from {before:.4f} before the first step to {after:.4f}; "
-                "lower --lr and --outer-muon-lr")
+            say(f"warning: the validation loss rose from {before:.4f} to {after:.4f}; lower --lr and --outer-muon-lr")
 
 
 @torch.no_grad()
@@ -237,22 +222,21 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
     for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
         # shapes that come once, as a last window or the length of a cache, are not worth compiling
         odd = x.shape != (batch_size, seq_len) or carry and model.config.attention
-        x, y = x.to(device), y.to(device)
         with autocast(device, dtype), torch.compiler.set_stance("force_eager") if odd else nullcontext():
-            logits, after = model(x, state)
-        total += F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), reduction="sum").item()
+            logits, after = model(x.to(device), state)
+        total += F.cross_entropy(logits.flatten(0, 1).float(), y.to(device).flatten(), reduction="sum").item()
         n += y.numel()
-        state = detach(after) if carry else None
+        state = after if carry else None
     model.train(was_training)
     return total / n
 
 
 def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
-    """Say the mean loss of a split, memory reset at each window and carried on -> the former, in nats a token."""
+    """Say the mean loss of a split, memory reset at each window and carried on. Return the former, in nats a token."""
     losses = []
-    for carry, name in ((False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams")):
+    for carry, name in (False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams"):
         # where the state holds every token, each costs more than the last
-        part = ids[: batch_size * LONGEST + 1] if carry and holds_all(model.config) else ids
+        part = ids[: batch_size * 16384 + 1] if carry and holds_all(model.config) else ids
         losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype))
         bits = losses[-1] / math.log(2)
         say(f"  {name:27s}  {len(part):,} tokens  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  "
@@ -269,7 +253,7 @@ def continue_text(model, tokenizer, ids, n, **how):
     yield feed(final=True)
 
 
-# ---- a step, and the loop
+# ---- the loop
 
 def lr_scale(step, tc):
     """Return the factor of the peak rates at `step`, from 0: linear warmup, then linear decay to 0 at --steps."""
@@ -277,7 +261,7 @@ def lr_scale(step, tc):
 
 
 def train_step(model, optimizers, task, step):
-    """Take outer step number `step`, from 0 -> loss, gradient norm. Raises Halt, before the update, if one is not finite."""
+    """Take outer step `step`, from 0 -> loss, gradient norm. Raises Halt before the update if one is not finite."""
     tc, loss = task.tc, 0.0
     for i in range(RANK, tc.grad_accum, PROCESSES):
         share = task.loss(model, step * tc.grad_accum + i) / tc.grad_accum
@@ -288,60 +272,53 @@ def train_step(model, optimizers, task, step):
             dist.all_reduce(a)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip or math.inf)
     loss, norm = float(loss), float(norm)
-    if not (math.isfinite(loss) and math.isfinite(norm)):
+    if not math.isfinite(loss + norm):
         raise Halt(f"step {step + 1}: loss {loss}, gradient norm {norm}; stopped before the update, saved files are "
                    f"intact; lower {'--lr or --outer-muon-lr' if step else '--max-step'}")
     for optimizer in optimizers:
-        peak = tc.outer_muon_lr if isinstance(optimizer, Muon) else tc.lr
         for group in optimizer.param_groups:
-            group["lr"] = peak * group.get("times", 1.0) * lr_scale(step, tc)
+            group["lr"] = optimizer.defaults["lr"] * group.get("times", 1.0) * lr_scale(step, tc)
         optimizer.step()
         optimizer.zero_grad()
     return loss, norm
 
 
 @torch.no_grad()
-def measured(task, model):
-    """Return task.measure of the model in eval mode."""
+def validate(model, task):
+    """Return what the task measures of the model in eval mode, and the same in words, without telemetry and nan."""
     found = task.measure(model.eval())
     model.train()
-    return found
+    shown = {name: f"{a:.4f}" if isinstance(a, float) else a for name, a in found.items() if "/" not in name and a == a}
+    return found, "".join(f"  {name} {a}" for name, a in shown.items())
 
 
 def train(model, optimizers, run, task):
-    """Run the loop from run["step"] on -> the number of the signal that stopped it, or None after --steps.
-
-    Without tc.out it writes no files.
-    """
-    tc, first, told = task.tc, run["step"], [] if RANK else loggers(task.tc, run)
-    out, told_of = Path(tc.out) if tc.out and not RANK else None, lambda found: "".join(
-        f"  {name} {a:.4f}" if isinstance(a, float) else f"  {name} {a}" for name, a in found.items() if "/" not in name and a == a)
-    if first == 0:
-        run["start"] = measured(task, model)
-        say(f"step {0:5d}/{tc.steps}" + told_of(run["start"]))
+    """Train from run["step"] on -> the number of the signal that stopped it, or None. Write no files if not tc.out."""
+    tc, logs, out = task.tc, [], Path(task.tc.out) if task.tc.out and not RANK else None
+    if run["step"] == 0:
+        run["start"], words = validate(model, task)
+        say(f"step {0:5d}/{tc.steps}{words}")
     began = time.perf_counter() - run["seconds"]
     with noted_signals() as noted:
-        for step in range(first + 1, tc.steps + 1):
-            tick, seen = time.perf_counter(), task.seen
+        for step in range(run["step"] + 1, tc.steps + 1):
+            tick, seen, last = time.perf_counter(), task.seen, step == tc.steps
             torch.manual_seed(tc.seed + RANK + step * PROCESSES)     # of dropout: a function of (seed, step, process)
             for m in model.modules():
                 if isinstance(m, Wiring):
                     m.set_floor((step - 1) / tc.steps)
             loss, norm = train_step(model, optimizers, task, step - 1)
             speed = (task.seen - seen) * PROCESSES / (time.perf_counter() - tick)
-            if step == first + 1 and out:                     # only now that a step has worked are older files touched
-                begin_files(out, run, COLUMNS + task.columns)
-            found = measured(task, model) if step % tc.eval_every == 0 or step == tc.steps else {}
+            if out and not logs:                              # only now that a step has worked are older files touched
+                logs = open_logs(out, run, COLUMNS + task.columns)
+            found, words = validate(model, task) if last or step % tc.eval_every == 0 else ({}, "")
             run.update(step=step, seconds=time.perf_counter() - began, end=found)
-            if found or step % tc.log_every == 0 or step in (1, tc.steps):
-                eta = timedelta(seconds=int((tc.steps - step) * run["seconds"] / step))
-                rate = tc.lr * lr_scale(step - 1, tc)
+            if found or last or step == 1 or step % tc.log_every == 0:
+                rate, eta = tc.lr * lr_scale(step - 1, tc), (tc.steps - step) * run["seconds"] / step
                 say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  grad norm {norm:.2f}  lr {rate:.2e}  "
-                    f"{speed:,.0f} tokens/s  eta {eta}" + told_of(found))
-                row = dict(step=step, loss=loss, grad_norm=norm, lr=rate, tokens_per_s=speed, seconds=run["seconds"])
-                row = {name: float(f"{a:.6g}") if isinstance(a, float) else a for name, a in (row | found).items()}
-                for tell in told + [append(out, COLUMNS + task.columns)] * bool(out):
-                    tell(row)
+                    f"{speed:,.0f} tokens/s  eta {timedelta(seconds=int(eta))}{words}")
+                row = dict(zip(COLUMNS, (step, loss, norm, rate, speed, run["seconds"]))) | found
+                for log in logs:
+                    log({name: float(f"{a:.6g}") if isinstance(a, float) else a for name, a in row.items()})
             number = torch.tensor(noted[0] if noted else 0, device=task.device)
             if PROCESSES > 1:                                 # all stop, whichever has had the signal
                 dist.all_reduce(number, dist.ReduceOp.MAX)
@@ -350,7 +327,7 @@ def train(model, optimizers, run, task):
                 save_checkpoint(out / "best.pt", run, model, optimizers)
             if out and (found or number):
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
-            if number and step < tc.steps:
+            if number and not last:
                 say(f"stopped after step {step}; to go on: python {task.program} --resume --out {tc.out!r}")
                 return int(number)
 
@@ -366,76 +343,58 @@ def noted_signals():
         noted.append(number)
         with suppress(OSError):                               # the same Ctrl-C may have ended `2>&1 | tee log`
             os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with ExitStack() as restore:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            restore.callback(signal.signal, number, signal.signal(number, note))
         yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---- logs and checkpoints
 
-COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"]              # of log.csv; then those of the task
+COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"]              # of log.csv, before the task's
 
 
-def append(out, columns):
-    """Return a function that writes a row to OUT/log.csv."""
-    def tell(row):
-        with open(out / "log.csv", "a") as log:
-            csv.DictWriter(log, columns, lineterminator="\n").writerow(row)
-    return tell
-
-
-def loggers(tc, run):
-    """Return functions that take each logged row, besides log.csv."""
-    told = []
-    if tc.wandb:
-        import wandb
-        wandb.init(project="atlas", name=tc.out, config={**run["train"], **run["config"]})
-        told.append(lambda row: wandb.log(row, step=row["step"]))
-    if tc.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(tc.out)
-        told.append(lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row] and writer.flush())
-    return told
-
-
-def begin_files(out, run, columns):
-    """Prepare the folder for the steps after this one. A new run moves what an earlier one left to OUT/old-N."""
+def open_logs(out, run, columns):
+    """Prepare OUT for the steps after run["step"] -> functions that log a row. An earlier run moves to OUT/old-N."""
     left = [out / name for name in ("ckpt.pt", "best.pt", "log.csv", "config.json") if (out / name).exists()]
     if left and run["step"] == 0:
         old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
         old.mkdir()
         for path in left:
-            os.replace(path, old / path.name)
+            path.rename(old / path.name)
         say(f"an earlier run lay in {out}; it is now in {old}")
-    log = out / "log.csv"
+    log, tc = out / "log.csv", run["train"]
     rows = list(csv.DictReader(log.open())) if log.exists() else []
-    with replacing(log) as temporary, temporary.open("w") as file:   # without what a killed run logged but did not save
-        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row for row in rows if int(row["step"]) <= run["step"])
+    with replacing(log) as temporary, temporary.open("w") as file:
+        table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        table.writeheader()                                   # what a killed run logged but did not save is left out:
+        table.writerows(row for row in rows if int(row["step"]) <= run["step"])
     (out / "config.json").write_text(json.dumps({key: run[key] for key in ("train", "config", "data")}, indent=1))
+    logs = [csv.DictWriter(log.open("a", buffering=1), columns, lineterminator="\n").writerow]
+    if tc["wandb"]:
+        import wandb
+        wandb.init(project="atlas", name=tc["out"], config=tc | run["config"])
+        logs.append(lambda row: wandb.log(row, step=row["step"]))
+    if tc["tensorboard"]:
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(out)
+        logs.append(lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row])
+        logs.append(lambda row: writer.flush())
+    return logs
 
 
 def save_checkpoint(path, run, model, optimizers):
-    """Save the whole state of a run, all or nothing: written beside the target, synced, then renamed over it."""
+    """Save the whole state of a run. Raises Halt where it cannot be written, and the file from before stays."""
     state = dict(run, format=FORMAT, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers])
     try:
-        with replacing(path) as temporary, open(temporary, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        with replacing(path) as temporary:
+            torch.save(state, temporary)
     except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
         raise Halt(f"cannot write {path} ({fault}); disk full? The checkpoint saved before is intact") from None
 
 
 def load_checkpoint(path, text=True):
-    """Return the dict of a checkpoint file, or of the best (else the last) in a folder, with its "path".
-
-    text: only a checkpoint of train.py will do.
-    """
+    """Return the dict of a checkpoint file, or of the best (else last) in a folder. text: it must have a tokenizer."""
     path = Path(path)
     if path.is_dir():
         path = path / ("best.pt" if (path / "best.pt").exists() else "ckpt.pt")
@@ -444,23 +403,19 @@ def load_checkpoint(path, text=True):
         if ckpt["format"] != FORMAT or text and "tokenizer" not in ckpt:
             raise ValueError
     except Exception as fault:                                # its type depends on what the file is
-        raise UserError(f"cannot load {path} ({type(fault).__name__}): missing, damaged, or no checkpoint of this "
-                        "version of train.py, which makes one in --out") from None
+        raise UserError(f"cannot load {path} ({type(fault).__name__}): missing, damaged, or made by another version "
+                        "of train.py, which makes one in --out") from None
     return dict(ckpt, path=str(path))
 
 
-def load_weights(model, ckpt):
-    """Load the weights of a checkpoint into the model and return it."""
+def rebuild(ckpt, config=None):
+    """Return the model of a checkpoint, by another Config if one is given, and its tokenizer, if it has one."""
+    model = LM(config or Config(**ckpt["config"]))
     try:
         model.load_state_dict(ckpt["model"])
     except RuntimeError:
         raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes") from None
-    return model
-
-
-def rebuild(ckpt):
-    """Return the model and the tokenizer of a checkpoint."""
-    return load_weights(LM(Config(**ckpt["config"])), ckpt), Tokenizer(**ckpt["tokenizer"])
+    return model, Tokenizer(**ckpt["tokenizer"]) if "tokenizer" in ckpt else None
 
 
 # ---- a run
@@ -469,12 +424,11 @@ def parse(argv=None):
     """Return a dict of the flags that were given."""
     parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "
                     "--model (models.PRESETS), which wins over --size (models.SIZES, TRAIN_SIZES).")
-    presets = {**TRAIN_SIZES["tiny"], **SIZES["tiny"], **PRESETS[TrainConfig.model]}
+    presets = TRAIN_SIZES["tiny"] | SIZES["tiny"] | PRESETS[TrainConfig.model]
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    add = parser.add_argument_group("no run").add_argument
-    add("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="draw log.csv of these folders, and train nothing: "
-        "curves.png in the first, with --telemetry share.png")
+    parser.add_argument_group("no run").add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="draw "
+        "log.csv of these folders, and train nothing: curves.png in the first, with --telemetry share.png")
     return vars(parser.parse_args(argv))
 
 
@@ -491,22 +445,9 @@ def plot(folders):
     """Draw the losses of runs over their steps, and the share of what the memory wrote where --telemetry saw it."""
     for file, columns, y, log in (("curves.png", dict(loss=", training", val=", validation"), "loss [nats/token]", ""),
                                   ("share.png", {"memory/share": ""}, "share of what the memory wrote", "y")):
-        lines = {f"{out}{name}": curve(out, column) for out in folders for column, name in columns.items()}
-        if lines := {label: line for label, line in lines.items() if line}:
-            picture(Path(folders[0], file), lines, "step", y, log=log)
-
-
-def join(device, passes):
-    """Make this process one of torchrun's, which share the passes of each step -> its device."""
-    if passes % PROCESSES:
-        raise UserError(f"--grad-accum {passes} is no multiple of the {PROCESSES} processes, which share its passes")
-    if RANK:
-        sys.stdout = open(os.devnull, "w")                    # process 0 talks
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device
+        lines = {out + name: curve(out, column) for out in folders for column, name in columns.items()}
+        if any(lines.values()):
+            picture(Path(folders[0], file), {label: line for label, line in lines.items() if line}, "step", y, log=log)
 
 
 def compile_model(model, task):
@@ -521,7 +462,9 @@ def compile_model(model, task):
 
 
 def launch(given, settings=settings, make_task=Text, text=True):
-    """Make a run, from its flags to its last line -> exit code. make_task(tc, device, dtype, old) -> Task."""
+    """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
+    if RANK:
+        sys.stdout = open(os.devnull, "w")                    # process 0 talks
     resume = given.get("resume")
     source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
     old = load_checkpoint(source, text) if source else None
@@ -533,23 +476,29 @@ def launch(given, settings=settings, make_task=Text, text=True):
             need(package)
     device = setup(tc.device, tc.threads)
     if PROCESSES > 1:
-        device = join(device, tc.grad_accum)
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     dtype = pick_dtype(tc.dtype, device)
     tc.compile = given.get("compile", device.type == "cuda")
     task = make_task(tc, device, dtype, old)
+    if resume and task.data["sha256"] != old["data"]["sha256"]:
+        raise UserError(f"{tc.out} was trained on {old['data']['used']}, another text than --data {tc.data}; give that")
     torch.manual_seed(tc.seed)
-    model = LM(replace(config, vocab_size=task.vocab_size))
+    config.vocab_size = task.vocab_size
+    model = rebuild(old, config)[0] if old else LM(config)
     with torch.no_grad():
-        load_weights(model, old) if old else task.begin(model)
+        if not old:
+            task.begin(model)
     model.to(device).train().remat = tc.remat
     run = dict(step=0, best=math.inf, seconds=0.0, start=None)
     run = {key: old[key] if resume else value for key, value in run.items()}
-    run.update(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
+    run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
+    where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     say(f"model    {tc.model}, {tc.size}: {model.num_params():,} parameters, settings in {tc.out}/config.json\n"
         f"data     {task.data['used']}: {task.about}\n"
-        f"device   {torch.cuda.get_device_name() if device.type == 'cuda' else device.type} x {PROCESSES}, threads: "
-        f"{torch.get_num_threads()}, {str(dtype)[6:]}, float32 products: {torch.get_float32_matmul_precision()}"
-        + ", compiling .." * tc.compile)
+        f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(dtype)[6:]}, float32 products: "
+        f"{torch.get_float32_matmul_precision()}" + ", compiling .." * tc.compile)
     optimizers = task.optimizers(model)
     for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
