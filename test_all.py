@@ -531,6 +531,7 @@ def test_second_derivatives(preset, monkeypatch):
     assert all(g.any() for g in results[0])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")     # unfold has no batching rule for vmap yet
 @pytest.mark.parametrize("preset", ["omeganet", "atlas"])
 def test_torch_func(preset):
     """Gradients of each sequence by vmap and grad of functional_call. Catches: in-place writes, a hidden batch size."""

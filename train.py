@@ -106,7 +106,7 @@ def settings(given, old=None):
 
     A new run takes defaults < size < preset < flags. With --init the old network takes the place of size and preset.
     """
-    resume, was = given.get("resume"), old["config"] | old["train"] if old else {}
+    resume, was = given.get("resume"), asdict(Config(**old["config"])) | old["train"] if old else {}
     for name in given.keys() - FREE if resume else given.keys() & KEPT & was.keys():
         if given[name] != was[name]:
             raise UserError(f"{flag(name)} is {was[name]} in {old['path']}, not {given[name]}; drop the flag, or begin "
