@@ -157,10 +157,8 @@ def need(package):
 
 
 def picture(path, lines, x, y, log="", level=None, trained=None):
-    """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with bands clipped to [0, 1], over axes named x and y.
-
-    log names the logarithmic axes. A dotted line is drawn at `level`, for guessing, and a vertical one at `trained`.
-    """
+    """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with bands clipped to [0, 1], over axes named x and y. log
+    names the logarithmic axes. A dotted line is drawn at `level`, for guessing, and a vertical one at `trained`."""
     need("matplotlib")
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.4, 4), layout="constrained")

@@ -42,9 +42,8 @@ class Corpus(NamedTuple):
 
     def splits(self, tokenizer, seq_len):
         """Return ids to train and to validate on, arrays (N,). Raises UserError where tokenizer or seq_len do not fit.
-
-        A mix splits each part alone. To fit the weights, training repeats short parts, and validation cuts long ones.
-        """
+        A mix splits each part alone. To fit the weights, training repeats short parts, and validation cuts long
+        ones."""
         if self.mix:
             weights, parts = zip(*((weight, part.splits(tokenizer, seq_len)) for weight, part in self.mix))
             mixed = []
@@ -64,13 +63,11 @@ class Corpus(NamedTuple):
 
 def read(name):
     """Return the Corpus of a name as --data takes it. Raises UserError for what cannot be read, is empty or not UTF-8.
-
     'shakespeare' is data/shakespeare.txt beside this file, downloaded if missing. Without a network it is 'pydoc',
     Python's own help text; that differs between Python versions, so it is no benchmark. A folder with nanoGPT's token
     files (*train*.bin and *val*.bin, no meta.pkl) stands for these; they are mapped, not loaded. Any other folder
     stands for its .txt files, in subfolders too, joined by newlines. Any other name is a UTF-8 file; a .json or .jsonl
-    file gives its "text" fields. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight.
-    """
+    file gives its "text" fields. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
     weighted = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
     if all(weighted):
         mix = tuple((float(part[2]), read(part[1])) for part in weighted)
@@ -185,10 +182,8 @@ def encode_prompt(tokenizer, prompt):
 
 
 def make_tokenizer(kind, text, bpe_size=1024):
-    """Return a tokenizer of this kind. Raises UserError where a text or the network is missing.
-
-    char takes all characters of the text, as nanoGPT does. bpe learns up to bpe_size tokens from the part to train on.
-    """
+    """Return a tokenizer of this kind. Raises UserError where a text or the network is missing. char takes all
+    characters of the text, as nanoGPT does. bpe learns up to bpe_size tokens from the part to train on."""
     if kind == "byte":
         return Tokenizer(kind, EVERY_BYTE)
     if kind != "gpt2" and not text:
@@ -207,11 +202,9 @@ def make_tokenizer(kind, text, bpe_size=1024):
 
 
 def train_bpe(text, size):
-    """Return at most `size` tokens of byte-pair encoding (Sennrich et al. 2016), fewer where no pair occurs twice.
-
-    It starts from all bytes. Again and again the two neighbours most frequent inside of GPT-2's words become a token.
-    Pairs count by the bytes they make, as tiktoken merges them. Of equal counts the first in byte order wins.
-    """
+    """Return at most `size` tokens of byte-pair encoding (Sennrich et al. 2016), fewer where no pair occurs twice. It
+    starts from all bytes. Again and again the two neighbours most frequent inside of GPT-2's words become a token.
+    Pairs count by the bytes they make, as tiktoken merges them. Of equal counts the first in byte order wins."""
     import regex                                        # tiktoken requires it
     times = Counter(match.group().encode() for match in regex.finditer(GPT2_PATTERN, text))
     parts = {word: [bytes([b]) for b in word] for word in times}
@@ -269,10 +262,8 @@ def batch(ids, seed, step, batch_size, seq_len):
 
 
 def windows(ids, seq_len, batch_size, every=1):
-    """Yield x, y (<= B, T) int64, in which every token of ids but the first is a target exactly once.
-
-    A shorter window comes last and alone, so weight means by y.numel(). every > 1 leaves each `every`-th whole window.
-    """
+    """Yield x, y (<= B, T) int64, in which every token of ids but the first is a target exactly once. A shorter window
+    comes last and alone, so weight means by y.numel(). every > 1 leaves each `every`-th whole window."""
     whole = (len(ids) - 1) // seq_len * seq_len
     starts = range(0, whole, every * seq_len)
     for i in range(0, len(starts), batch_size):

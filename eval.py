@@ -182,9 +182,7 @@ STEPS, MOMENTUM = torch.logspace(-3, 1.5, 25), 0.9       # constant inner steps 
 @torch.no_grad()
 def one_pass(layer, rule, momentum, k, v):
     """Read pairs k, v (B, 1, T, D) once by a rule (Eq 9, 33, 32) that forgets nothing and weighs a window evenly.
-
-    Return for each of STEPS the mean |M(k) - v|^2 / |v|^2 over all pairs with the last M, inf where it diverges.
-    """
+    Return for each of STEPS the mean |M(k) - v|^2 / |v|^2 over all pairs with the last M, inf where it diverges."""
     B, window, (k, v) = len(k), rule.window, (a.repeat(len(STEPS), 1, 1, 1) for a in (k, v))
     one = torch.ones(k.shape[:3], device=k.device)
     step = STEPS.to(one).repeat_interleave(B)[:, None, None] * one

@@ -112,10 +112,8 @@ def output_error(loss_kind, f, v, norm):
 
 def gradients(kind, loss_kind, W, x, v, norm):
     """Return the gradient of every token's loss at fixed weights W, as one outer product per matrix: dl/dW[i] = a^T d.
-
-    This is backpropagation written out. W (N, in, out) each, x (N, n, E), v (N, n, D) as `target` gives it
-    -> for each matrix (a, d): its inputs (N, n, in) and the errors of its outputs (N, n, out).
-    """
+    This is backpropagation written out. W (N, in, out) each, x (N, n, E), v (N, n, D) as `target` gives it -> of each
+    matrix (a, d): its inputs (N, n, in) and the errors of its outputs (N, n, out)."""
     z, last = torch.bmm(x, W[0]), W[-1]
     if kind == "linear":
         return [(x, error(loss_kind, z, v))]

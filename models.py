@@ -85,8 +85,8 @@ class Config:
             (self.dropout >= 1, f"--dropout must be below 1, not {self.dropout}"),
             (alone and wired, f"--wiring {self.wiring} needs a memory model, not attention alone"),
             ((alone or wired) and self.head_dim % 2, "rotary embedding needs an even --head-dim"),
-            (not re.fullmatch(r"0?(\.\d+)?(,0?(\.\d+)?)*", self.memory_floor), "--memory-floor takes numbers below 1, as "
-             f"0.3,0.1,0.05, not {self.memory_floor!r}"),
+            (not re.fullmatch(r"0?(\.\d+)?(,0?(\.\d+)?)*", self.memory_floor), "--memory-floor takes numbers below 1, "
+             f"as 0.3,0.1,0.05, not {self.memory_floor!r}"),
             ((self.polarise or self.memory_floor != "0") and self.wiring not in ("mag", "mac"),
              "--memory-floor and --polarise need --wiring mag or mac"),
             (wired and not self.attn_window, f"--wiring {self.wiring} needs an --attn-window"),
@@ -183,9 +183,7 @@ def without_autocast(x):
 
 def short_conv(before, x, taps):
     """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: before (B, n, C), x (B, T, C), taps (n + 1, C) -> (B, T, C).
-
-    In 2 dimensions with the channels last it is twice as fast on a CPU as conv1d.
-    """
+    In 2 dimensions with the channels last it is twice as fast on a CPU as conv1d."""
     seen = torch.cat([before, x], 1)[:, None].permute(0, 3, 1, 2)                # (B, C, 1, n + T)
     y = F.conv2d(seen, taps.T[:, None, None].to(x.dtype), groups=x.shape[2])
     return F.silu(y).permute(0, 2, 3, 1)[:, 0]
@@ -380,9 +378,7 @@ class LM(nn.Module):
 
     def forward(self, tokens, state=None):
         """tokens (B, T), state of an earlier call or None -> logits (B, T, vocab_size), state after the last token.
-
-        Any split of a sequence over calls gives the logits of the whole. Raises ValueError for tokens of another shape.
-        """
+        Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape."""
         x = self.embed(tokens)
         if state and not tokens.numel():                      # an empty piece
             return self.head(x), state
@@ -396,9 +392,7 @@ class LM(nn.Module):
 
     def loss(self, tokens, targets):
         """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count.
-
-        With `polarise` it also holds the attention gates' indecision, times that number.
-        """
+        With `polarise` it also holds the attention gates' indecision, times that number."""
         logits = at_least_float32(self(tokens)[0])
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         if self.config.polarise:
@@ -417,11 +411,9 @@ class LM(nn.Module):
 
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, state=None):
         """Yield the next token (B,) max_new_tokens times, given tokens (B, T). With dropout call eval() first.
-
         temperature 0 takes the likeliest token; top_k 0 and top_p 1 are off. `state` comes from a text before the
-        tokens. Each token costs the same, as long as the state does not grow (`holds_all`).
-        Raises ValueError, at the first token, for an empty prompt, or a temperature, top_k or top_p below 0.
-        """
+        tokens. Each token costs the same, as long as the state does not grow (`holds_all`). Raises ValueError, at the
+        first token, for an empty prompt, or a temperature, top_k or top_p below 0."""
         if not tokens.numel():
             raise ValueError("a prompt is (B, T >= 1); to begin with nothing, give the token of a newline")
         if min(temperature, top_k, top_p) < 0:
@@ -449,10 +441,8 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 def detach(state):
-    """Return the state cut off from the autograd graph, for streams and for training on segments.
-
-    The state refers to M0, a parameter, which stays that parameter.
-    """
+    """Return the state cut off from the autograd graph, for streams and for training on segments. The state refers to
+    M0, a parameter, which stays that parameter."""
     return tree_map(lambda a: a.detach() if isinstance(a, torch.Tensor) and not a.is_leaf else a, state)
 
 

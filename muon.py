@@ -25,10 +25,8 @@ GRAM_STEPS = 3                                                # steps on one Gra
 
 
 def newton_schulz_ref(S, steps=5, coefficients="muon"):
-    """Return NS(S), Eq 40, as printed; a tall S is transposed first: (.., m, n) -> (.., m, n). NS(c S) = NS(S).
-
-    Raises KeyError for unknown coefficients.
-    """
+    """Return NS(S), Eq 40, as printed; a tall S is transposed first: (.., m, n) -> (.., m, n). NS(c S) = NS(S). Raises
+    KeyError for unknown coefficients."""
     if S.shape[-2] > S.shape[-1]:
         return newton_schulz_ref(S.mT, steps, coefficients).mT
     a, b, c = COEFFICIENTS[coefficients]
@@ -99,11 +97,9 @@ class Muon(torch.optim.Muon):
 
 
 def make_optimizers(model, tc, bfloat16=False):
-    """Return [AdamW], or with tc.optimizer "muon" [AdamW, Muon], for a models.LM; tc is a train.TrainConfig.
-
-    Hidden matrices decay, and Muon may train them. Embedding, head, norms, gates, convolutions and M0 belong to AdamW
-    and do not decay (choice 20). bfloat16: whether Muon computes in it.
-    """
+    """Return [AdamW], or with tc.optimizer "muon" [AdamW, Muon], for a models.LM; tc is a train.TrainConfig. Hidden
+    matrices decay, and Muon may train them. Embedding, head, norms, gates, convolutions and M0 belong to AdamW and do
+    not decay (choice 20). bfloat16: whether Muon computes in it."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     embed, gates, hidden, rest = [], [], [], []
     for name, p in model.named_parameters():

@@ -105,11 +105,9 @@ def total(state):
 # ---- the definition
 
 def omega_ref(rule, phi, q, k, v, gates, state):
-    """Run the rule of the module docstring token by token, with gradients of the printed loss by autograd.
-
-    q, k, v (B, H, T >= 1, D), gates and state as in their classes -> y (B, H, T, D), state. It is slow.
-    Raises ValueError for `exp` features, for which phi(x) cannot be written out.
-    """
+    """Run the rule of the module docstring token by token (slow), with gradients of the printed loss by autograd.
+    q, k, v (B, H, T >= 1, D), gates and state as in their classes -> y (B, H, T, D), state. Raises ValueError for
+    `exp` features, for which phi(x) cannot be written out."""
     pos, n_past = state.pos, state.k.shape[2]                 # n_past pairs come from before these tokens
 
     def one(M0, before, xq, q, xs, ks, vs, gates):
@@ -157,10 +155,8 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 
 def recur(decay, rows):
     """Return y_t = decay_t * y_{t-1} + rows_t, with y_0 = 0, and the last y: decay (.., c), rows and y (.., c, k).
-
-    On a CPU the loop goes token by token, because the rows stay in its cache. Otherwise, and for few columns, each pass
-    doubles the number of rows that are summed.
-    """
+    On a CPU the loop goes token by token, because the rows stay in its cache. Otherwise, and for few columns, each
+    pass doubles the number of rows that are summed."""
     decay, s = decay[..., None], 1
     if rows.device.type == "cpu" and rows.shape[-1] > 4 and not torch.compiler.is_compiling():
         y = [rows[..., :1, :]]
@@ -180,10 +176,8 @@ def recur_back(decay, rows):
 
 
 def products(decay):
-    """Return the products decay_1 .. decay_t: (.., c) -> (.., c, 1).
-
-    The backward of torch.cumprod divides by the factors, and first asks the GPU whether one of them is 0.
-    """
+    """Return the products decay_1 .. decay_t: (.., c) -> (.., c, 1). The backward of torch.cumprod divides by the
+    factors, and first asks the GPU whether one of them is 0."""
     return recur(decay, F.pad(decay[..., :1, None], (0, 0, 0, decay.shape[-1] - 1)))[0]
 
 
@@ -305,9 +299,7 @@ def write(x, d, rows):
 
 def learn(rule, chunk, rows, ends, fast):
     """Learn from one chunk, or a part of it, without Newton-Schulz -> its last W_t and S_t; x and d of each matrix.
-
-    rows (N, 1 or 2, n) and ends (N, 1 or 3, 1) are the last rows of P and G and the last coefficients, from `mixing`.
-    """
+    rows (N, 1 or 2, n) and ends (N, 1 or 3, 1), from `mixing`: the last rows of P and G, the last coefficients."""
     found, (keepprod, *more) = gradients(rule, chunk, fast), ends.split(1, -2)
     new, S = [write(x, d, rows) for x, d in found], fast.S
     W = [torch.addcmul(add[0], keepprod, w) for add, w in zip(new, fast.W)]      # Eq 16
@@ -425,9 +417,7 @@ def omega(rule, phi, q, k, v, gates, state):
 
 def cuts(T, pos, chunk, at_once):
     """Cut T tokens, the first one `pos` tokens into a chunk, into pieces of `count` times c tokens -> [(c, count), ..].
-
-    First comes the rest of a chunk in progress, then whole chunks, at most `at_once` in a piece, then a part of one.
-    """
+    First comes the rest of a chunk in progress, then whole chunks, at most `at_once` in a piece, then a part of one."""
     pieces = []
     while T:
         c, count = (min(T, chunk - pos), 1) if pos or T < chunk else (chunk, min(T // chunk, at_once))
@@ -465,10 +455,8 @@ def advance(rule, phi, count, q, k, v, gates, state):
 
 
 def with_past(rule, state, k, v, gate):
-    """Return the earlier pairs and k, v in a row, a gate for all of them, and the k, v to carry on.
-
-    Missing pairs, from before the text, are zeros of weight 0. So are `idle` ones: a multiple of 8 columns is faster.
-    """
+    """Return the earlier pairs and k, v in a row, a gate for all of them, and the k, v to carry on. Missing pairs, from
+    before the text, are zeros of weight 0. So are `idle` ones: a multiple of 8 columns is faster."""
     idle, T = -(rule.window - 1) % 8, k.shape[2]
     missing = idle + rule.window - 1 - state.k.shape[2]
     ks, vs = (torch.cat([F.pad(old, (0, 0, missing, 0)), new], 2) for old, new in ((state.k, k), (state.v, v)))
@@ -482,11 +470,9 @@ def with_past(rule, state, k, v, gate):
 # ---- `exp` features: phi* is infinite (Eq 22), but the memory is a sum of phi*(k_i)^T d_i, and W holds the d_i
 
 def write_keys(rule, state, q, k, ks):
-    """Prepare to write and read keys of infinite features (Eq 22): the first matrix gets one row for each key.
-
-    Its first D rows are the degree-1 part, where M0 lives. Reading multiplies by [r, exp(r . k_1), ..] (Eq 23). Writing
-    pair i adds to row i, so x_i is one-hot (choice 19). -> state, what q and ks read with, the one-hot rows of ks.
-    """
+    """Prepare to write and read keys of infinite features (Eq 22): the first matrix gets one row for each key. Its
+    first D rows are the degree-1 part, where M0 lives. Reading multiplies by [r, exp(r . k_1), ..] (Eq 23). Writing
+    pair i adds to row i, so x_i is one-hot (choice 19). -> state, what q and ks read with, the one-hot rows of ks."""
     keys, firsts = torch.cat([state.keys, k], 2), memory.firsts(rule.memory)
     width = q.shape[-1] + keys.shape[2]
     rows = [width] * firsts + [w.shape[-2] for w in state.W[firsts:]]

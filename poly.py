@@ -35,11 +35,9 @@ def patterns(p):
 
 
 def monomials(x, exponents, scale=1):
-    """Return all x_i^r x_j^s .. (i < j < ..) of one pattern of exponents (r, s, ..), times scale * sqrt(multinomial).
-
-    x (.., D, T) -> pieces with C(D, len(exponents)) rows in all. Over all patterns of p the root makes their inner
-    products (x . y)^p.
-    """
+    """Return all x_i^r x_j^s .. (i < j < ..) of one pattern of exponents (r, s, ..), times scale * sqrt(multinomial). x
+    (.., D, T) -> pieces with C(D, len(exponents)) rows in all. Over all patterns of p the root makes their inner
+    products (x . y)^p."""
     (r, *rest), D, n = exponents, x.shape[-2], len(exponents) - 1
     powers = (scale * math.comb(sum(exponents), r) ** 0.5) * (x ** r if r > 1 else x)
     if not rest:

@@ -240,11 +240,9 @@ def score(args, device, vocab, draw, turns, columns, name, seed):
 # ---- campaigns
 
 def campaign(args, trial, columns, chance="", x="", **how):
-    """Run trial(name, seed), which scores each of the columns, for each name of --model and each of --seeds.
-
-    Print the table. For --plot draw it over an axis named x; how: more arguments of `picture`. The file of --json
-    keeps results, and what it has is not done again. Return {name: {column: [a score a seed]}}.
-    """
+    """Run trial(name, seed), which scores each of the columns, for each name of --model and each of --seeds. Print the
+    table. For --plot draw it over an axis named x; how: more arguments of `picture`. The file of --json keeps results,
+    and what it has is not done again. Return {name: {column: [a score a seed]}}."""
     file = Path(args.json) if args.json else None
     settings = {name: {key: getattr(args, key) for key in SETTINGS} | dict(config=asdict(variant(name, args)[0]))
                 for name in args.model}

@@ -102,10 +102,8 @@ KEPT = {"model", "size", "tokenizer", "bpe_size"}             # --init takes the
 
 
 def settings(given, old=None):
-    """Return TrainConfig and Config from the given flags and the checkpoint of --resume or --init, if there is one.
-
-    A new run takes defaults < size < preset < flags. With --init the old network takes the place of size and preset.
-    """
+    """Return TrainConfig and Config from the given flags and the checkpoint of --resume or --init, if there is one. A
+    new run takes defaults < size < preset < flags. With --init the old network takes the place of size and preset."""
     resume, was = given.get("resume"), asdict(Config(**old["config"])) | old["train"] if old else {}
     for name in given.keys() - FREE if resume else given.keys() & KEPT & was.keys():
         if given[name] != was[name]:
@@ -131,11 +129,9 @@ def settings(given, old=None):
 # ---- what is trained
 
 class Task:
-    """What a run trains and measures: Text below, Recall in recall.py, Episodes and Grok in episodic.py.
-
-    loss(model, number) returns the loss of a forward pass, a function of (seed, number). `launch` also needs vocab_size,
-    `data` (what is read) and finish(model, run). A checkpoint keeps `saved`. `measure` finds the `columns`.
-    """
+    """What a run trains and measures: Text below, Recall in recall.py, Episodes and Grok in episodic.py. loss(model,
+    number) returns the loss of a forward pass, a function of (seed, number). `launch` also needs vocab_size, `data`
+    (what is read) and finish(model, run). A checkpoint keeps `saved`. `measure` finds the `columns`."""
     program, about, saved, columns = "train.py", "", {}, []
 
     def __init__(self, tc, device, dtype=torch.float32):
@@ -211,10 +207,8 @@ class Text(Task):
 
 @torch.no_grad()
 def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32):
-    """Return the mean loss in nats a token over ids cut into windows of seq_len, or about max_windows of them.
-
-    The memory starts anew in each window. With carry=True it reads ids as batch_size long streams instead.
-    """
+    """Return the mean loss in nats a token over ids cut into windows of seq_len, or about max_windows of them. The
+    memory starts anew in each window. With carry=True it reads ids as batch_size long streams instead."""
     device, was_training, state = next(model.parameters()).device, model.training, None
     every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
     total, n = 0.0, 0

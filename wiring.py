@@ -65,9 +65,7 @@ def rope(x, pos):
 
 class Attention(nn.Module):
     """Causal softmax attention, full or with a sliding window, with RoPE and normalised queries and keys. The baseline.
-
-    The window counts the token itself. Tokens of `prefix` have no position, and every token sees them.
-    """
+    The window counts the token itself. Tokens of `prefix` have no position, and every token sees them."""
 
     def __init__(self, config):
         super().__init__()
@@ -100,10 +98,8 @@ class Attention(nn.Module):
 
 
 def attend(q, k, v, window, pk=None, pv=None):
-    """Attend from q (B, H, T, D), the last T of n positions, to k, v (B, H, n, D) and to a prefix pk, pv.
-
-    A position sees the last `window` positions; 0: all. With a window the work goes in pieces, linear in T.
-    """
+    """Attend from q (B, H, T, D), the last T of n positions, to k, v (B, H, n, D) and to a prefix pk, pv. A position
+    sees the last `window` positions; 0: all. With a window the work goes in pieces, linear in T."""
     T, w, before = q.shape[2], window, k.shape[2] - q.shape[2]
     if not before and pk is None and (w == 0 or w >= T):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
