@@ -16,7 +16,6 @@ import torch
 
 
 # ---- errors and lines
-
 class UserError(ValueError):
     """A user's mistake, told in one line that names the fault and the remedy. The exit code is 2."""
 
@@ -54,7 +53,6 @@ def exit_code(task):
 
 
 # ---- settings and flags
-
 def opt(default, help, choices=None, low=0):
     """Return a dataclass field that is a flag with this help; `low` is the least number that `check` accepts."""
     return field(default=default, metadata=dict(help=help, choices=choices, low=low))
@@ -135,7 +133,6 @@ def run_task(tasks, args):
 
 
 # ---- files and pictures
-
 @contextmanager
 def replacing(path):
     """Yield a temporary name beside `path`, and rename it at the end. A crash leaves the old file or the new one."""
@@ -190,7 +187,6 @@ def save(figure, path):
 
 
 # ---- the device
-
 def setup(device_name, threads=0):
     """Return the torch.device of a --device, and set torch up for speed. Call it before the first product."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device_name == "auto" else device_name

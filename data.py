@@ -281,7 +281,6 @@ def streams(ids, seq_len, n):
 
 
 # ---- python data.py
-
 def make_files(args):
     """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does. The end of a BLOCK may cut a word."""
     if any((args.out / file).exists() for file in ("train.bin", "val.bin")):

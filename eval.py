@@ -28,7 +28,6 @@ from common import Halt, Parser, UserError, add_device, add_flags, at_least, pic
 
 
 # ---- a checkpoint and its text
-
 def load(path, device, no_write=False):
     """Return the dict of a checkpoint, its model in eval mode, its tokenizer. no_write: the memory stays at M0."""
     ckpt = train.load_checkpoint(path)
@@ -88,7 +87,6 @@ def text_task(args, device):
 
 
 # ---- a stream without end
-
 def resident(device):
     """Return the bytes of memory in use by this process, or on the GPU; nan where the system does not tell."""
     if device.type == "cuda":
@@ -134,7 +132,6 @@ def stream(model, ids, n):
 
 
 # ---- watching a memory at work
-
 COLLAPSED = 0.02                          # share of an idle memory, or spread of an attention gate that stands still
 
 
@@ -174,7 +171,6 @@ def show(args, kept, lines, x, y="error |M(k) - v|² / |v|²", log="x"):
 
 
 # ---- the rule by itself
-
 PLAIN = dict(n_head=1, head_dim=32, features="none", chunk=1, muon_every=1, ns_steps=5, max_norm=0.0)
 STEPS, MOMENTUM = torch.logspace(-3, 1.5, 25), 0.9       # constant inner steps that are tried, the constant momentum
 

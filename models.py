@@ -31,7 +31,6 @@ from wiring import WIRINGS, Attention, Norm, Wiring, check_input, heads
 
 
 # ---- configuration
-
 @dataclass
 class Config:
     """Everything that rebuilds the network. The fields are flags of train.py, and the checkpoint holds them."""
@@ -168,7 +167,6 @@ def title(name):
 
 
 # ---- the memory layer
-
 class MemoryState(NamedTuple):
     """What a Memory carries from call to call."""
     fast: omega.State | shards.Shards     # the fast weights and what belongs to them
@@ -317,7 +315,6 @@ class Memory(nn.Module):
 
 
 # ---- the language model
-
 class SwiGLU(nn.Module):
     """silu(x Gate) * (x Up) Out, the second half of a block (Shazeer 2020): (.., n_embd) -> (.., n_embd)."""
 
@@ -458,7 +455,6 @@ def holds_all(config):
 
 
 # ---- a memory at work
-
 @torch.no_grad()
 def probe(model, tokens):
     """Watch the memories while the model reads tokens (B, T) from the start -> for each layer a dict of tensors.

@@ -70,7 +70,6 @@ def iterate(stacks, steps, a, b, c):
 
 
 # ---- the outer optimizer
-
 class Muon(torch.optim.Muon):
     """torch.optim.Muon, which computes in bfloat16. With bfloat16 = False it computes in float32.
 

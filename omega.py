@@ -103,7 +103,6 @@ def total(state):
 
 
 # ---- the definition
-
 def omega_ref(rule, phi, q, k, v, gates, state):
     """Run the rule of the module docstring token by token (slow), with gradients of the printed loss by autograd.
     q, k, v (B, H, T >= 1, D), gates and state as in their classes -> y (B, H, T, D), state. Raises ValueError for
@@ -152,7 +151,6 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 
 
 # ---- what depends on the gates alone, for all chunks at once
-
 def recur(decay, rows):
     """Return y_t = decay_t * y_{t-1} + rows_t, with y_0 = 0, and the last y: decay (.., c), rows and y (.., c, k).
     On a CPU the loop goes token by token, because the rows stay in its cache. Otherwise, and for few columns, each
@@ -255,7 +253,6 @@ def muon_mixing(gates, m, begun, closes, due):
 
 
 # ---- one chunk learns; then all tokens are read
-
 class Chunks(NamedTuple):
     """The tokens of one or more chunks, ready for products: c tokens and n pairs in each, for N = B H sequences."""
     xq: torch.Tensor                      # (N, chunks, c, E) phi(q)
@@ -399,7 +396,6 @@ def compile_chunks(**options):
 
 
 # ---- from tokens to chunks and back
-
 AT_ONCE = 12_000_000  # numbers of phi(q) in one call of `advance`; it bounds the memory that a long text takes
 
 
@@ -468,7 +464,6 @@ def with_past(rule, state, k, v, gate):
 
 
 # ---- `exp` features: phi* is infinite (Eq 22), but the memory is a sum of phi*(k_i)^T d_i, and W holds the d_i
-
 def write_keys(rule, state, q, k, ks):
     """Prepare to write and read keys of infinite features (Eq 22): the first matrix gets one row for each key. Its
     first D rows are the degree-1 part, where M0 lives. Reading multiplies by [r, exp(r . k_1), ..] (Eq 23). Writing

@@ -26,7 +26,6 @@ from common import Parser, UserError, add_device, add_flags, at_least, picture, 
 
 
 # ---- recall of pairs
-
 def distinct(batch, n, below, generator):
     """Return (batch, n): n different numbers of 0 .. below - 1 in each row, in random order."""
     return torch.rand(batch, below, generator=generator).topk(n).indices
@@ -85,7 +84,6 @@ def needle(batch, n_pairs, seq_len, generator, symbols=16):
 
 # ---- the tasks of MAD (Poli et al. 2024, arXiv 2403.17844, https://github.com/athms/mad-lab), written anew. Here every
 # batch is new and only the answers are trained; MAD has fixed training sets, and its recalls train on every next token
-
 def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
     """Draw in-context recall: n_keys key-value pairs repeat, and each value is asked for from its second time on.
 
@@ -167,7 +165,6 @@ MAD = {
 
 
 # ---- small models, trained on a task
-
 # their network where neither flag nor --model says otherwise. Chunks are short: what was written is asked for soon
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8, chunk=16, muon_every=8)
 LENGTHS = (32, 64, 128)                         # of the needle in training, in turn
@@ -238,7 +235,6 @@ def score(args, device, vocab, draw, turns, columns, name, seed):
 
 
 # ---- campaigns
-
 def campaign(args, trial, columns, chance="", x="", **how):
     """Run trial(name, seed), which scores each of the columns, for each name of --model and each of --seeds. Print the
     table. For --plot draw it over an axis named x; how: more arguments of `picture`. The file of --json keeps results,

@@ -41,7 +41,6 @@ SAMPLE = 200                                                  # tokens of the sa
 
 
 # ---- settings: each field is a flag
-
 @dataclass
 class TrainConfig:
     """Everything about a run that is not the network."""
@@ -127,7 +126,6 @@ def settings(given, old=None):
 
 
 # ---- what is trained
-
 class Task:
     """What a run trains and measures: Text below, Recall in recall.py, Episodes and Grok in episodic.py. loss(model,
     number) returns the loss of a forward pass, a function of (seed, number). `launch` also needs vocab_size, `data`
@@ -248,7 +246,6 @@ def continue_text(model, tokenizer, ids, n, **how):
 
 
 # ---- the loop
-
 def lr_scale(step, tc):
     """Return the factor of the peak rates at `step`, from 0: linear warmup, then linear decay to 0 at --steps."""
     return min((step + 1) / max(tc.warmup, 1), 1 - step / tc.steps)
@@ -344,7 +341,6 @@ def noted_signals():
 
 
 # ---- logs and checkpoints
-
 COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"]              # of log.csv, before the task's
 
 
@@ -413,7 +409,6 @@ def rebuild(ckpt, config=None):
 
 
 # ---- a run
-
 def parse(argv=None):
     """Return a dict of the flags that were given."""
     parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "

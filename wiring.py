@@ -21,7 +21,6 @@ WIRINGS = ("lmm", "mag", "mal", "mac")                        # lmm: the memory 
 
 
 # ---- parts that the memory layer uses, too
-
 class Norm(nn.Module):
     """RMSNorm over the last dimension, with a learned scale of any shape."""
 
@@ -45,7 +44,6 @@ def check_input(x, n_embd):
 
 
 # ---- attention
-
 class AttentionState(NamedTuple):
     """What Attention carries from call to call, and MAC inside a segment."""
     k: torch.Tensor                       # (B, H, n, D), n < attn_window if there is one; in MAC (B, H, 2, n, D): h, x
@@ -116,7 +114,6 @@ def attend(q, k, v, window, pk=None, pv=None):
 
 
 # ---- memory and attention together
-
 class WiringState(NamedTuple):
     """What a Wiring carries from call to call; None for what has not begun."""
     memory: tuple | None                  # models.MemoryState
