@@ -77,11 +77,11 @@ def text_task(args, device):
             raise Halt(f"{ckpt['path']}: a loss is not finite; its weights have diverged")
         if args.stream:
             stream(model, val, args.stream)
-        name = f"{models.title(ckpt['preset'])}, {ckpt['step']} steps" + ", may not write" * args.no_write
+        name = f"{models.title(ckpt['preset'])}, {ckpt['step']} steps" + ", cannot write" * args.no_write
         name += f" ({ckpt['path']})" if name in lines else ""
         lines[name] = curve(at)
         if args.plot and not args.no_write and not model.config.attention:
-            lines[f"{name}, may not write"] = curve(position_loss(load(path, device, no_write=True)[1], *how)[0])
+            lines[f"{name}, cannot write"] = curve(position_loss(load(path, device, no_write=True)[1], *how)[0])
     if args.plot:
         picture(args.plot, lines, "tokens before", f"loss [nats/token], mean of {n} windows", log="x", trained=T)
 
