@@ -1768,11 +1768,12 @@ def test_capacity(tmp_path, capsys):
 def test_race_takes_turns(capsys, monkeypatch):
     """Catches a busy moment that hits one contestant alone, a mean for a median, a failure that ends the table."""
     log, seconds = [], iter([9, 9, 1, 10, 2, 20, 600, 30])
-    monkeypatch.setattr(bench, "clock", lambda device, run: run() or next(seconds))
-    runs = {"a": lambda: log.append("a"), "full": lambda: 1 / 0, "b": lambda: log.append("b")}
-    times = bench.race(CPU, runs, 0)
-    assert log == list("ab" * 4) and list(times) == ["a", "b"]                   # a first call and three rounds
-    assert times["a"] == dict(median_s=2, spread=(301 - 1.5) / 2 / 2, runs=3) and times["b"]["median_s"] == 20
+    monkeypatch.setattr(bench, "clock", lambda device, call: call() or next(seconds))
+    calls = dict(a=lambda: log.append("a"), full=lambda: 1 / 0, b=lambda: log.append("b"))
+    rows = bench.race(CPU, [(dict(name=name), 6, call) for name, call in calls.items()], 0)
+    assert log == list("ab" * 4) and [row["name"] for row in rows] == ["a", "b"]     # a first call, three rounds
+    assert rows[0] == dict(name="a", tokens_per_s=3, spread=(301 - 1.5) / 2 / 2, median_s=2, runs=3)
+    assert rows[1]["median_s"] == 20
     assert "full left out: ZeroDivisionError" in capsys.readouterr().out
 
 
