@@ -2,7 +2,6 @@
 
     python bench.py                                      every part, a few minutes of one CPU thread
     python bench.py --part layer --minutes 9 --plot      one part, with time for its longest sequences, and a picture
-    python bench.py --device cuda --minutes 20 --json results/bench-h200.json
 
     layer    one layer with its projections, forward + backward: tokens/s and memory over length
     rule     omega() alone: the same over window, chunk and muon_every
@@ -10,92 +9,85 @@
     decode   ms a token and bytes of state, early and late in a stream
     peers    the same work done by attention and by titans-pytorch, where that is installed
 
-Contestants of a table take turns, round after round, so a busy moment of the machine hits all of them. Their first
-call, in which torch.compile compiles, does not count. Times are medians, `spread` is half the distance of the
-quartiles over the median; on one CPU thread they are seconds of the processor, so other programs do not count. `MiB`
-is the peak of what torch's allocator hands out during forward and backward, beyond what there was before.
+Contestants take turns, so a busy moment of the machine hits all of them. The first call of each, which may compile,
+does not count. Times are medians, and `spread` is half the distance of the quartiles over the median. On one CPU thread
+they are seconds of the processor, without other programs. `MiB` is the peak of torch's allocator in a call.
 """
 import argparse
 import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")               # or torch's profiler talks on stderr
 import torch
-import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-import memory
 import models
 import omega
 import shards
 import train
-from common import (Parser, UserError, add_device, at_least, autocast, exit_code, need, pick_dtype, picture, say, setup)
-from poly import Features
+from common import Parser, UserError, add_device, at_least, autocast, exit_code, need, pick_dtype, picture, say, setup
 from wiring import Attention
 
-HEAD, SMALL_HEAD = 64, 16                       # monomials need small heads: 64 numbers have 2,145 of degree up to 2
+HEAD, SMALL_HEAD = 64, 16             # small heads in part layer: 64 numbers have 2,145 monomials of degree 0 to 2
+MLP = dict(memory="mlp", expansion=2, features="none", forget="zero")           # the memory of the parts rule and peers
 
 
 # ---- clocks, memory, tables
-
-def clock(device, run):
-    """Return the seconds that run() takes; on one CPU thread those of the processor (of several they would add up)."""
+def clock(device, call):
+    """Return the seconds that call() takes; on one CPU thread of the processor, which several threads would add up."""
     timer = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     synchronize = getattr(torch, device.type).synchronize
     synchronize()
     began = timer()
-    run()
+    call()
     synchronize()
     return timer() - began
 
 
-def race(device, runs, seconds):
-    """Let the contestants (name -> function) take turns, three rounds or more, until the seconds are over -> times.
-
-    One that fails (out of memory) is left out with a line.
-    """
-    began, times = time.perf_counter(), {}
-    for name, run in runs.items():
+def race(device, contestants, seconds, memory=False):
+    """Let contestants (columns, tokens, call) take turns, three rounds or more, until the seconds are over -> rows.
+    `memory` adds the peak MiB to the rows. A contestant that fails, as for want of memory, is left out with a line."""
+    began, racing = time.perf_counter(), []
+    for columns, tokens, call in contestants:
         try:
-            clock(device, run)
-            times[name] = []
+            clock(device, call)
+            racing.append((columns, tokens, call, []))
         except Exception as fault:
-            say(f"{name} left out: {type(fault).__name__}: {str(fault).partition(chr(10))[0]}")
-    while times and (any(len(t) < 3 for t in times.values()) or time.perf_counter() - began < seconds):
-        for name in times:
-            times[name].append(clock(device, runs[name]))
-    for name, t in times.items():
-        low, median, high = statistics.quantiles(t, n=4, method="inclusive")
-        times[name] = dict(median_s=median, spread=(high - low) / 2 / median, runs=len(t))
-    return times
+            name, message = " ".join(map(str, columns.values())), str(fault).partition("\n")[0]
+            say(f"{name} left out: {type(fault).__name__}: {message}")
+    while racing and (len(racing[-1][-1]) < 3 or time.perf_counter() - began < seconds):
+        for _, _, call, times in racing:
+            times.append(clock(device, call))
+    rows = []
+    for columns, tokens, call, times in racing:
+        low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+        peak = dict(MiB=peak_mib(device, call)) if memory else {}
+        rows.append(dict(columns, **peak, tokens_per_s=tokens / median, spread=(high - low) / 2 / median,
+                         median_s=median, runs=len(times)))
+    return rows
 
 
-def peak_mib(device, run):
-    """Return the most MiB that torch's allocator has handed out at one time during run(), beyond those before it."""
+def peak_mib(device, call):
+    """Return the most MiB that torch's allocator has handed out at one time during call(), beyond those before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        run()
+        call()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as prof:
-        run()
+        call()
     events = (e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
     return max(itertools.accumulate(events, initial=0)) / 2**20
-
-
-def row(times, tokens, **more):
-    """Return a row of a table, and of the JSON."""
-    return dict(more, tokens_per_s=tokens / times["median_s"], **times)
 
 
 def table(title, rows):
@@ -109,25 +101,17 @@ def table(title, rows):
     columns = [[name, *(cell(row[name]) for row in rows)] for name in names]
     widths = [max(map(len, column)) for column in columns]
     say("\n" + title)
-    for cells in zip(*columns):
-        say("  " + "  ".join([cells[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(cells[1:], widths[1:])]))
+    for first, *others in zip(*columns):
+        say("  " + "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
 
 
 # ---- the parts: each yields title and rows of its tables
-
-def pick(args, quick, cpu, cuda):
-    return quick if args.quick else cuda if args.device.type == "cuda" else cpu
-
-
-def layer(args, width, head=HEAD, **differences):
-    """Return the layer of a one-block LM, so that its weights start as they do in training."""
-    shape = dict(vocab_size=2, n_layer=1, n_embd=width, n_head=width // head, head_dim=head)
-    model = models.LM(models.Config(**{**differences, **shape})).to(args.device)
-    made = model.blocks[0].layer
-    if args.compile:
-        model.compile_memory()
-        if isinstance(made, Attention):                       # which is compiled with its block otherwise
-            made.compile()
+def layer(args, width, head_dim=HEAD, **differences):
+    """Return the layer of a block."""
+    config = models.Config(n_embd=width, n_head=width // head_dim, head_dim=head_dim, **differences)
+    made = models.Block(config).layer.to(args.device)
+    if args.compile and isinstance(made, Attention):          # in a model its whole block is compiled
+        made.compile()
     return made
 
 
@@ -140,63 +124,53 @@ def both(args, layer, x):
 
 def part_layer(args, seconds):
     """Time one layer with its projections over length."""
-    batch, width = pick(args, (1, 64), (1, 256), (4, 1024))
-    lengths = pick(args, [32, 64], [256, 1024, 4096, 16384], [1024, 4096, 16384, 65536])
-    layers, end, times = {}, time.perf_counter() + seconds, {}
-    for name in args.model:
-        layers[name] = layer(args, width, SMALL_HEAD, **models.PRESETS[name], expansion=2)
+    batch, width = ((1, 64), (1, 256), (4, 1024))[args.scale]
+    lengths = ((32, 64), (256, 1024, 4096, 16384), (1024, 4096, 16384, 65536))[args.scale]
+    how = dict(head_dim=SMALL_HEAD, expansion=2)
+    layers = {name: layer(args, width, **{**models.PRESETS[name], **how}) for name in args.model}
+    end, rows = time.perf_counter() + seconds, []
     for i, T in enumerate(lengths):
         left = end - time.perf_counter()
-        if not args.quick and 20 * sum(t["median_s"] for t in times.values()) > left:        # five calls of fourfold T
+        if not args.quick and 20 * sum(row["median_s"] for row in rows) > left:      # five calls of fourfold T
             say(f"\nno time for T {T:,}; more --minutes")
             break
         x = torch.randn(batch, T, width, device=args.device, requires_grad=True)
-        runs = {name: partial(both, args, made, x) for name, made in layers.items()}
-        times = race(args.device, runs, left / (len(lengths) - i))
-        yield (f"forward + backward, batch {batch}, width {width}, heads of {SMALL_HEAD}",
-               [row(t, batch * T, name=name, T=T, MiB=peak_mib(args.device, runs[name])) for name, t in times.items()])
+        contestants = [(dict(name=name, T=T), batch * T, partial(both, args, made, x)) for name, made in layers.items()]
+        rows = race(args.device, contestants, left / (len(lengths) - i), memory=True)
+        yield f"forward + backward, batch {batch}, width {width}, heads of {SMALL_HEAD}", rows
 
 
-def rule_run(device, rule, batch, H, T, shard):
-    """Return a function that runs omega() forward and backward, or shards() with shards of so many tokens.
+def rule_call(args, batch, H, window, chunk, muon_every, shard, T):
+    """Return a function that runs omega(), or shards() with shards of so many tokens, forward and backward."""
+    made = layer(args, H * HEAD, **MLP, max_norm=0.0, window=window, chunk=chunk, shard=shard,
+                 muon=muon_every > 0, muon_every=max(1, muon_every))
+    x = torch.randn(batch, T, H * HEAD, device=args.device)
+    state = made.start(x)
+    with torch.no_grad():
+        *qkv, gates, _ = made.project(x, state)
+    leaves = [a.requires_grad_() for a in (*qkv, *gates, *made.M0, *made.global_M0)]
+    learn = partial(shards.shards, shard) if shard else omega.omega
 
-    HEAD numbers a head, 2 HEAD hidden, gates that keep the memory bounded.
-    """
-    def rand(*shape):
-        return torch.rand(batch, H, T, *shape, device=device)
-    q, k, v = (F.normalize(rand(HEAD) - 0.5, dim=-1) for _ in range(3))
-    gates = [1 - 0.001 * rand(), rand() / rule.chunk, rand(), rand(rule.window) / rule.window]
-    shapes = memory.shapes(rule.memory, HEAD, 2 * HEAD, HEAD)
-    M0 = [torch.randn(H, a, b, device=device) / a**0.5 for a, b in shapes]
-    leaves, phi = [a.requires_grad_() for a in (q, k, v, *gates, *M0)], Features("none", HEAD)
-
-    def run():
-        fn, state = omega.omega, omega.start(rule, phi, M0, batch)
-        if shard:
-            kk = q.new_zeros(batch, H, HEAD, HEAD)
-            fn, state = partial(shards.shards, shard), shards.Shards(M0, state, None, kk, 0)
-        y, _ = fn(rule, phi, q, k, v, omega.Gates(*gates), state)
+    def call():
+        y, _ = learn(made.config.rule(), made.phi, *qkv, gates, state.fast)
         torch.autograd.grad(y, leaves, torch.ones_like(y))
-    return run
+    return call
 
 
 def part_rule(args, seconds):
     """Time the rule without a network over its settings."""
-    (batch, H, length), runs = pick(args, (1, 2, 128), (1, 4, 2048), (4, 16, 4096)), {}
-    if args.compile:
-        omega.compile_chunks()
+    (batch, H, length), contestants = ((1, 2, 128), (1, 4, 2048), (4, 16, 4096))[args.scale], []
     for w, c, m, shard in ((8, 64, 0, 0), (1, 64, 0, 0), (64, 64, 0, 0), (8, 16, 0, 0), (8, 16, 0, 256), (8, 256, 0, 0),
                            (8, 64, 64, 0), (8, 64, 16, 0), (8, 64, 16, 256), (8, 64, 1, 0)):
-        T = length // 8 if m == 1 else length
-        rule = omega.Rule(window=w, chunk=c, muon_every=m)
-        runs[w, c, m, shard, T] = rule_run(args.device, rule, batch, H, T, shard)
-    yield (f"omega() alone, forward + backward, batch {batch}, {H} heads of {HEAD}, MLP memory of {2 * HEAD}", [
-        row(t, batch * key[4], **dict(zip(("window", "chunk", "muon_every", "shard", "T"), key)),
-            MiB=peak_mib(args.device, runs[key])) for key, t in race(args.device, runs, seconds).items()])
+        T = length // 8 if m == 1 else length                 # Newton-Schulz after each token takes long
+        columns = dict(window=w, chunk=c, muon_every=m, shard=shard, T=T)
+        contestants.append((columns, batch * T, rule_call(args, batch, H, **columns)))
+    yield (f"omega() alone, forward + backward, batch {batch}, {H} heads of {HEAD}, MLP memory of {2 * HEAD}",
+           race(args.device, contestants, seconds, memory=True))
 
 
 class Noise(train.Text):
-    """Training on random tokens."""
+    """Train on random tokens."""
 
     def __init__(self, *how):
         train.Task.__init__(self, *how)
@@ -205,90 +179,77 @@ class Noise(train.Text):
 
 def part_step(args, seconds):
     """Time a training step of train.py."""
-    size, runs = pick(args, "tiny", "tiny", "baby"), {}
+    how = (dict(size="tiny", batch_size=1, seq_len=64), dict(size="tiny"), dict(size="baby"))[args.scale]
+    contestants = []
     for name in args.model:
-        tc, config = train.settings(dict(model=name, size=size))
-        tc = replace(tc, warmup=0, lr=0.01 * tc.lr, outer_muon_lr=0.01 * tc.outer_muon_lr)      # so that nothing diverges
-        task = Noise(replace(tc, batch_size=1, seq_len=64) if args.quick else tc, args.device, args.dtype)
-        model = models.LM(config).to(args.device).train()
+        tc, config = train.settings(dict(how, model=name))
+        task, model = Noise(tc, args.device, args.dtype), models.LM(config).to(args.device).train()
         if args.compile:
             model.compile_memory()
-        runs[name, model.num_params()] = partial(train.train_step, model, task.optimizers(model), task, 0)
-    times = race(args.device, runs, seconds)
-    base = next((t["median_s"] for (name, _), t in times.items() if name == "transformer"), None)
-    tc = task.tc
-    yield f"size {size}, batch {tc.batch_size} x {tc.seq_len}; of_transformer: time over the transformer's", [
-        row(t, tc.batch_size * tc.seq_len, name=name, parameters=n, ms=1e3 * t["median_s"],
-            of_transformer=base and t["median_s"] / base) for (name, n), t in times.items()]
+        call = partial(train.train_step, model, task.optimizers(model), task, tc.steps)      # whose rate is 0
+        contestants.append((dict(name=name, parameters=model.num_params()), tc.batch_size * tc.seq_len, call))
+    rows = race(args.device, contestants, seconds)
+    base = next((row["median_s"] for row in rows if row["name"] == "transformer"), None)
+    yield f"size {tc.size}, batch {tc.batch_size} x {tc.seq_len}; of_transformer: time over the transformer's", [
+        dict(row, ms=1e3 * row["median_s"], of_transformer=base and row["median_s"] / base) for row in rows]
 
 
-def decode(model, state, n):
-    """Read n tokens, one by one. The state that goes in never changes, so each round starts from the same one."""
-    one = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-    for _ in range(n):
-        _, state = model(one, state)
+def decode(model, tokens, state):
+    """Read tokens (1, n) one by one. The state that goes in never changes, so each round starts from the same one."""
+    for token in tokens.split(1, 1):
+        _, state = model(token, state)
 
 
 @torch.inference_mode()                         # as models.LM.generate
 def part_decode(args, seconds):
     """Time single tokens, in one block: blocks are alike, and their times and bytes add up."""
-    (early, late), runs = pick(args, (128, 256), (1024, 16384), (4096, 65536)), {}               # ends of chunks
+    (early, late), contestants = ((128, 256), (1024, 16384), (4096, 65536))[args.scale], []  # ends of chunks
     for name in args.model:
         model, state = models.build(name, n_layer=1).to(args.device).eval(), None
-        n = 8 if model.config.attention or args.quick else model.config.chunk    # the end of a chunk counts once
-        text = torch.randint(model.config.vocab_size, (1, late), device=args.device)
-        for t, piece in enumerate(text.split(early, 1), 1):
-            _, state = model(piece, state)
-            if t * early in (early, late):
-                runs[name, t * early, n, models.state_bytes(state)] = partial(decode, model, state, n)
-    yield "one block, batch 1", [
-        row(t, n, name=name, position=position, ms_per_token=1e3 * t["median_s"] / n, state_bytes=size)
-        for (name, position, n, size), t in race(args.device, runs, seconds).items()]
-
-
-def peer(args, name, width, chunk, muon):
-    """Return a layer by its name. Ours follows Titans' rule, too, but it also has a window and a convolution."""
-    if name == "attention":
-        return layer(args, width, attention=True, attn_window=0)
-    if name == "ours":
-        return layer(args, width, memory="mlp", loss="l2", window=8, chunk=chunk, momentum=True, muon=muon,
-                     muon_every=chunk, features="none", expansion=2, forget="zero")
-    from titans_pytorch import MemoryMLP, NeuralMemory
-    how = dict(chunk_size=chunk, batch_size=chunk, momentum=True, spectral_norm_surprises=muon)
-    mlp = MemoryMLP(HEAD, depth=2, expansion_factor=2.0)      # gradients move on every batch_size, as ours every chunk
-    return NeuralMemory(dim=width, heads=width // HEAD, dim_head=HEAD, model=mlp, **how).to(args.device)
+        n = model.config.chunk                                # the end of a chunk counts once
+        for position in range(early, late + 1, early):
+            tokens = torch.randint(model.config.vocab_size, (1, early), device=args.device)
+            _, state = model(tokens, state)
+            if position in (early, late):
+                columns = dict(name=name, position=position, state_bytes=models.state_bytes(state))
+                contestants.append((columns, n, partial(decode, model, tokens[:, :n], state)))
+    rows = race(args.device, contestants, seconds)
+    yield "one block, batch 1", [dict(row, ms_per_token=1e3 / row["tokens_per_s"]) for row in rows]
 
 
 def part_peers(args, seconds):
-    """Time the same work done by attention, by our layer and by titans-pytorch."""
-    batch, T, width = pick(args, (1, 64, 64), (1, 2048, 256), (4, 4096, 1024))
+    """Time attention, our layer with Titans' rule, to which it adds a window and a convolution, and titans-pytorch."""
+    batch, T, width = ((1, 64, 64), (1, 2048, 256), (4, 4096, 1024))[args.scale]
     titans = "".join(f"{d.name} {d.version}" for d in metadata.distributions(name="titans-pytorch"))    # "": not there
-    cases = [(name, c, muon) for c in (64, 16) for muon in (False, True) for name in ("ours", titans) if name]
-    x, runs = torch.randn(batch, T, width, device=args.device, requires_grad=True), {}
-    for case in [("attention", None, None), *cases]:
-        runs[case] = partial(both, args, peer(args, case[0], width, *case[1:]), x)
-    times, rows = race(args.device, runs, seconds), []
-    for (name, chunk, muon), t in times.items():
-        rival, peak = times.get((titans, chunk, muon)), peak_mib(args.device, runs[name, chunk, muon])
-        rows.append(row(t, batch * T, name=name, chunk=chunk, newton_schulz=muon, MiB=peak,
-                        times_titans=rival and rival["median_s"] / t["median_s"]))
+    layers = [("attention", None, None, layer(args, width, attention=True, attn_window=0))]
+    for c, ns in itertools.product((64, 16), (False, True)):  # chunk, newton_schulz
+        layers.append(("ours", c, ns, layer(args, width, **MLP, chunk=c, muon=ns, muon_every=c)))
+        if titans:
+            from titans_pytorch import MemoryMLP, NeuralMemory
+            mlp = MemoryMLP(HEAD, depth=2, expansion_factor=2.0)      # as ours: its gradients move on every batch_size
+            made = NeuralMemory(dim=width, heads=width // HEAD, dim_head=HEAD, model=mlp, chunk_size=c, batch_size=c,
+                                momentum=True, spectral_norm_surprises=ns)
+            layers.append((titans, c, ns, made.to(args.device)))
+    x = torch.randn(batch, T, width, device=args.device, requires_grad=True)
+    rows = race(args.device, [(dict(name=name, chunk=c, newton_schulz=ns), batch * T, partial(both, args, made, x))
+                              for name, c, ns, made in layers], seconds, memory=True)
+    rivals = {(row["chunk"], row["newton_schulz"]): row["tokens_per_s"] for row in rows if row["name"] == titans}
+    for row in rows:
+        rival = rivals.get((row["chunk"], row["newton_schulz"]))
+        row["times_titans"] = rival and row["tokens_per_s"] / rival
     yield (f"a layer, forward + backward, batch {batch}, T {T}, width {width}, heads of {HEAD}, MLP memory of "
            f"{2 * HEAD},\nmomentum; times_titans: speed over that of {titans or 'titans-pytorch, not installed'}", rows)
 
 
 # ---- all of it
-
 PARTS = dict(layer=(part_layer, 8), rule=(part_rule, 2), step=(part_step, 4), decode=(part_decode, 3),
              peers=(part_peers, 3))             # and their shares of the time
 
 
 def machine(args):
     """Return what makes the figures worth keeping."""
-    chip, info = platform.machine(), Path("/proc/cpuinfo")
-    if args.device.type == "cuda":
-        chip = torch.cuda.get_device_name()
-    elif info.exists():
-        chip = next((s.split(":")[1].strip() for s in info.read_text().splitlines() if "model name" in s), chip)
+    names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+    chip = torch.cuda.get_device_name() if args.device.type == "cuda" else [*names, platform.machine()][0]
     return dict(device=chip, threads=torch.get_num_threads(), dtype=str(args.dtype)[6:], compile=args.compile,
                 matmul=torch.get_float32_matmul_precision(), torch=str(torch.__version__),
                 commit=subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty 2>&-"))
@@ -311,7 +272,7 @@ def parse(argv=None):
 
 
 def measure(args):
-    """Run the parts, print their tables, keep and draw the results."""
+    """Run the parts, print their tables, keep and draw the results. Raise UserError for flags that cannot work."""
     for path in filter(None, (args.json, args.plot)):         # fail now, not after all the work
         if not Path(path).parent.is_dir():
             raise UserError(f"no folder {Path(path).parent} for {path}; make it first")
@@ -322,26 +283,26 @@ def measure(args):
         need("matplotlib")
     args.device, args.model = setup(args.device, args.threads), args.model or list(models.PRESETS)
     cpu = args.device.type == "cpu"
-    args.compile = not cpu if args.compile is None else args.compile
+    args.scale = 0 if args.quick else 2 if args.device.type == "cuda" else 1
     args.dtype = pick_dtype("float32" if cpu and args.dtype == "auto" else args.dtype, args.device)
-    about, records = machine(args), []
-    say("  ".join(f"{name} {value}" for name, value in about.items()))
+    args.compile = not cpu if args.compile is None else args.compile
+    if args.compile:
+        omega.compile_chunks()
+    result = dict(argv=sys.argv[1:], machine=machine(args), records=[])
+    say("  ".join(f"{name} {value}" for name, value in result["machine"].items()))
     torch.manual_seed(0)
-    try:
-        for name, (part, share) in parts.items():
-            seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
-            with torch.compiler.set_stance("force_eager" if name == "decode" else "default"):     # eager as sample.py
-                for title, rows in part(args, seconds):
-                    table(f"{name}: {title}", rows)
-                    records += [dict(part=name, **row) for row in rows]
-    finally:                                                  # Ctrl-C loses no table that was finished
-        if args.json:
-            Path(args.json).write_text(json.dumps(dict(argv=sys.argv[1:], machine=about, records=records)) + "\n")
+    for name, (part, share) in parts.items():
+        seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
+        with torch.compiler.set_stance("force_eager" if name == "decode" else "default"):         # eager as sample.py
+            for title, rows in part(args, seconds):
+                table(f"{name}: {title}", rows)
+                result["records"] += [dict(part=name, **row) for row in rows]
+                if args.json:                                 # at once, so that Ctrl-C loses nothing
+                    Path(args.json).write_text(json.dumps(result) + "\n")
     if args.plot:
-        lines = {models.title(name): [[row[x] for row in records if row["part"] == "layer" and row["name"] == name]
+        lines = {models.title(name): [[r[x] for r in result["records"] if r["part"] == "layer" and r["name"] == name]
                                       for x in ("T", "tokens_per_s")] for name in args.model}
-        axes = "sequence length [tokens]", "forward + backward of one layer [tokens/s]"
-        picture(args.plot, lines, *axes, log="xy")
+        picture(args.plot, lines, "sequence length [tokens]", "forward + backward of one layer [tokens/s]", log="xy")
 
 
 def main(argv=None):

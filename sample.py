@@ -5,7 +5,7 @@
     python sample.py --prompt - --stop "THE END" < letter.txt
 
 A state has a constant size (except with full attention or exp features), so a new token costs the same after a long
-text. The texts go to stdout as they are generated, a line of dashes between two of them; everything else to stderr.
+text. The texts go to stdout as they are generated, with a line of dashes between two, and all else goes to stderr.
 """
 import sys
 
@@ -35,7 +35,7 @@ def parse(argv=None):
 
 
 def read_prompt(prompt):
-    """Return the prompt itself, or for - what stdin holds."""
+    """Return the prompt itself, or what stdin holds for -. Raises UserError where that is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig") if prompt == "-" else prompt      # line ends as they are
     except UnicodeDecodeError as fault:
@@ -50,9 +50,9 @@ def until(stop, pieces):
         if stop and stop in waiting:
             yield waiting.partition(stop)[0]
             return
-        n = next((n for n in range(min(len(stop) - 1, len(waiting)), 0, -1) if stop.startswith(waiting[-n:])), 0)
-        yield waiting[: len(waiting) - n]
-        waiting = waiting[len(waiting) - n:]
+        sure = len(waiting) - max(n for n in range(len(stop) or 1) if waiting.endswith(stop[:n]))
+        yield waiting[:sure]
+        waiting = waiting[sure:]
     yield waiting
 
 
@@ -61,21 +61,19 @@ def speak(args):
     prompt, device = read_prompt(args.prompt), setup(args.device, args.threads)
     ckpt = load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
-    model.to(device)
     ids = encode_prompt(tokenizer, prompt)
     print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
                generator=torch.Generator(device).manual_seed(args.seed))
     for i in range(args.num):
         print("---------------\n" * (i > 0) + prompt, end="", flush=True)
-        for piece in until(args.stop, continue_text(model, tokenizer, ids, args.tokens, **how)):
+        for piece in until(args.stop, continue_text(model.to(device), tokenizer, ids, args.tokens, **how)):
             print(piece, end="", flush=True)
         print(flush=True)
 
 
 def main(argv=None):
-    args = parse(argv)
-    return exit_code(lambda: speak(args))
+    return exit_code(lambda: speak(parse(argv)))
 
 
 if __name__ == "__main__":

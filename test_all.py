@@ -1799,11 +1799,12 @@ def test_capacity(tmp_path, capsys):
 def test_race_takes_turns(capsys, monkeypatch):
     """Catches a busy moment that hits one contestant alone, a mean for a median, a failure that ends the table."""
     log, seconds = [], iter([9, 9, 1, 10, 2, 20, 600, 30])
-    monkeypatch.setattr(bench, "clock", lambda device, run: run() or next(seconds))
-    runs = {"a": lambda: log.append("a"), "full": lambda: 1 / 0, "b": lambda: log.append("b")}
-    times = bench.race(CPU, runs, 0)
-    assert log == list("ab" * 4) and list(times) == ["a", "b"]                   # a first call and three rounds
-    assert times["a"] == dict(median_s=2, spread=(301 - 1.5) / 2 / 2, runs=3) and times["b"]["median_s"] == 20
+    monkeypatch.setattr(bench, "clock", lambda device, call: call() or next(seconds))
+    calls = dict(a=lambda: log.append("a"), full=lambda: 1 / 0, b=lambda: log.append("b"))
+    rows = bench.race(CPU, [(dict(name=name), 6, call) for name, call in calls.items()], 0)
+    assert log == list("ab" * 4) and [row["name"] for row in rows] == ["a", "b"]     # a first call, three rounds
+    assert rows[0] == dict(name="a", tokens_per_s=3, spread=(301 - 1.5) / 2 / 2, median_s=2, runs=3)
+    assert rows[1]["median_s"] == 20
     assert "full left out: ZeroDivisionError" in capsys.readouterr().out
 
 
@@ -1858,9 +1859,9 @@ def test_episode(words, share):
     answers all. Catches: an answer left visible, a batch that storage never showed, test sums that training shows."""
     tc = episodic.Settings(data=words, words=100, seq_len=24, batch_size=4, arithmetic=share, batches=3)
     made = episodic.Episodes(tc, CPU, torch.float32)
-    V = len(made.words)
+    V = made.words
     for test in (0, 1):
-        episode, again, other = made.draw(3, 3, test), made.draw(3, 3, test), made.draw(4, 3, test)
+        episode, again, other = (list(made.draw(number, 3, test)) for number in (3, 3, 4))
         assert str(episode) == str(again) and str(episode) != str(other) and str(episode[0]) != str(episode[1])
         for kind, shown, asked, answers in episode:
             hidden = answers >= 0
@@ -1910,19 +1911,25 @@ def test_episodic_resume(words, tmp_path, monkeypatch, flags):
 
 
 def test_circles():
-    """Circles have 1 and 1, random numbers what by_chance says. Catches: the mean or a frequency counted wrongly."""
+    """Circles have 1 and 1, random numbers less, each about the same. Catches: the mean or a frequency counted wrongly."""
     p, d = 97, 64
     angle = 2 * math.pi * torch.arange(p)[:, None] * torch.tensor([3, 14, 40]) / p
     E = torch.cat([angle.cos(), angle.sin()], 1) @ torch.randn(6, d) + 5 * torch.randn(d)
-    assert episodic.concentration(E) > 0.9999 and episodic.concentration(E, 1) < 0.9
+    assert episodic.circles(E)[0] > 0.9999 and episodic.circles(E, 1)[0] < 0.9
     one = torch.stack([angle[:, 1].cos(), angle[:, 1].sin()], 1) @ torch.randn(2, d)
-    assert episodic.circular_fit(one) > 0.9999 and episodic.circular_fit(one[torch.randperm(p)]) < 0.9
-    both = [[episodic.concentration(E), episodic.circular_fit(E)] for E in torch.randn(100, p, d)]
-    found = torch.tensor(both).mean(0)
-    assert ((found / torch.tensor(episodic.by_chance(p, d)) - 1).abs() < 0.02).all()
-    runs = (0.5, 0, 0.1), (1, 0, 0.1), (1, 0.01, 0.2), (1, 0.6, 0.3), (1, 0.95, 0.9)
-    names = [episodic.phase(*run, 0.1) for run in runs]
-    assert names == ["memorisation"] * 2 + ["circuit formation", "cleanup", "grokked"]
+    assert min(episodic.circles(one)) > 0.9999 and episodic.circles(one[torch.randperm(p)])[1] < 0.9
+    found = torch.tensor([episodic.circles(E) for E in torch.randn(100, p, d)])
+    assert ((found.mean(0) / torch.tensor([0.1261, 0.4668]) - 1).abs() < 0.02).all()             # by theory
+    made = episodic.Grok(episodic.Settings(task="grok", modulus=p), CPU, torch.float32)
+    model = models.build("transformer", vocab_size=p + 1, n_layer=1, n_embd=d, n_head=4)
+    with torch.no_grad():
+        model.embed.weight[:p] = one
+        measured = made.measure(model)
+    assert min(measured["concentration"], measured["circular_fit"]) > 0.9999
+    random = torch.tensor([measured["random_concentration"], measured["random_fit"]])
+    assert ((random - found.mean(0)).abs() < 4 * found.std(0)).all()
+    runs = (0.5, 0, 1), (1, 0, 1), (1, 0.01, 2), (1, 0.6, 3), (1, 0.95, 9)
+    assert [episodic.phase(*run) for run in runs] == ["memorisation"] * 2 + ["circuit formation", "cleanup", "grokked"]
 
 
 def test_stablemax_and_perp_grad():
