@@ -180,11 +180,9 @@ def without_autocast(x):
 
 
 def short_conv(before, x, taps):
-    """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: before (B, n, C), x (B, T, C), taps (n + 1, C) -> (B, T, C).
-    In 2 dimensions with the channels last it is twice as fast on a CPU as conv1d."""
-    seen = torch.cat([before, x], 1)[:, None].permute(0, 3, 1, 2)                # (B, C, 1, n + T)
-    y = F.conv2d(seen, taps.T[:, None, None].to(x.dtype), groups=x.shape[2])
-    return F.silu(y).permute(0, 2, 3, 1)[:, 0]
+    """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: before (B, n, C), x (B, T, C), taps (n + 1, C) -> (B, T, C)."""
+    seen = torch.cat([before, x], 1)
+    return F.silu(sum(tap * seen[:, j: j + x.shape[1]] for j, tap in enumerate(taps.to(x.dtype))))
 
 
 def at_least_float32(x):
