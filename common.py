@@ -3,6 +3,7 @@
 `add_flags` turns each field that `opt` made into a flag. `exit_code` prints a UserError, a user's mistake, as one line.
 """
 import argparse
+import csv
 import importlib.util
 import math
 import os
@@ -184,6 +185,24 @@ def save(figure, path):
     with replacing(Path(path)) as temporary:
         figure.savefig(temporary, dpi=100, format="png")
     say(f"wrote {path}")
+
+
+def curve(out, name):
+    """Return the steps and the values of a column of OUT/log.csv."""
+    try:
+        rows = list(csv.DictReader(Path(out, "log.csv").open()))
+        return list(zip(*((int(row["step"]), float(row[name])) for row in rows if row.get(name))))
+    except (OSError, KeyError, ValueError) as fault:
+        raise UserError(f"cannot read {Path(out, 'log.csv')}: {fault}; give --plot folders of runs") from None
+
+
+def plot(folders):
+    """Draw the losses of runs over their steps, and the share of what the memory wrote where --telemetry saw it."""
+    for file, columns, y, log in (("curves.png", dict(loss=", training", val=", validation"), "loss [nats/token]", ""),
+                                  ("share.png", {"memory/share": ""}, "share of what the memory wrote", "y")):
+        lines = {out + name: curve(out, column) for out in folders for column, name in columns.items()}
+        if any(lines.values()):
+            picture(Path(folders[0], file), {label: line for label, line in lines.items() if line}, "step", y, log=log)
 
 
 # ---- the device

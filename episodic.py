@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, exit_code, flag, need, opt, picture, say
+from common import Parser, UserError, add_flags, curve, exit_code, flag, need, opt, picture, say
 from data import read
 from models import PRESETS, Config, Memory
 
@@ -91,7 +91,7 @@ class Watched(train.Task):
         """Say the last measures, and draw all of them with --plot."""
         say("done: " + ", ".join(f"{name} {a}" for name, a in run["end"].items() if a == a))
         if self.tc.plot:
-            lines = {c.replace("_", ", "): train.curve(self.tc.out, c) for c in self.columns if c != "phase"}
+            lines = {c.replace("_", ", "): curve(self.tc.out, c) for c in self.columns if c != "phase"}
             picture(f"{self.tc.out}/curves.png", lines, "step", "share")
 
 

@@ -180,7 +180,7 @@ def without_autocast(x):
 
 
 def short_conv(before, x, taps):
-    """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: before (B, n, C), x (B, T, C), taps (n + 1, C) -> (B, T, C)."""
+    """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: before (B, n, C), x (B, T, C), taps (n + 1, C) -> (B, T, C)"""
     seen = torch.cat([before, x], 1)
     return F.silu(sum(tap * seen[:, j: j + x.shape[1]] for j, tap in enumerate(taps.to(x.dtype))))
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, native_bfloat16, need, opt,
-                    pick_dtype, picture, replacing, say, setup)
+                    pick_dtype, plot, replacing, say, setup)
 from data import TOKENIZERS, Tokenizer, batch, encode_prompt, make_tokenizer, read, streams, windows
 from models import LM, PRESETS, SIZES, Config, holds_all, probe
 from muon import make_optimizers
@@ -419,24 +419,6 @@ def parse(argv=None):
     parser.add_argument_group("no run").add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="draw "
         "log.csv of these folders, and train nothing: curves.png in the first, with --telemetry share.png")
     return vars(parser.parse_args(argv))
-
-
-def curve(out, name):
-    """Return the steps and the values of a column of OUT/log.csv."""
-    try:
-        rows = list(csv.DictReader(Path(out, "log.csv").open()))
-        return list(zip(*((int(row["step"]), float(row[name])) for row in rows if row.get(name))))
-    except (OSError, KeyError, ValueError) as fault:
-        raise UserError(f"cannot read {Path(out, 'log.csv')}: {fault}; give --plot folders of runs") from None
-
-
-def plot(folders):
-    """Draw the losses of runs over their steps, and the share of what the memory wrote where --telemetry saw it."""
-    for file, columns, y, log in (("curves.png", dict(loss=", training", val=", validation"), "loss [nats/token]", ""),
-                                  ("share.png", {"memory/share": ""}, "share of what the memory wrote", "y")):
-        lines = {out + name: curve(out, column) for out in folders for column, name in columns.items()}
-        if any(lines.values()):
-            picture(Path(folders[0], file), {label: line for label, line in lines.items() if line}, "step", y, log=log)
 
 
 def compile_model(model, task):
