@@ -89,9 +89,9 @@ class Watched(train.Task):
 
     def finish(self, model, run):
         """Say the last measures, and draw all of them with --plot."""
-        say("done: " + ", ".join(f"{name} {a}" for name, a in run["end"].items() if a == a))
+        say("done: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a and name != "phase"))
         if self.tc.plot:
-            lines = {c.replace("_", ", "): curve(self.tc.out, c) for c in self.columns if c != "phase"}
+            lines = {c.replace("_", " "): curve(self.tc.out, c) for c in self.columns if c != "phase"}
             picture(f"{self.tc.out}/curves.png", lines, "step", "share")
 
 
