@@ -1,6 +1,6 @@
 """episodic.py - teach a memory to store and retrieve; and grokking, watched from the inside.
 
-    python episodic.py                                episodes of language and arithmetic, five minutes on a CPU
+    python episodic.py                                episodes of text and sums mod 97, five minutes on a CPU
     python episodic.py --grok --plot                  a + b modulo 97, two minutes: circles in the embedding
 
 An episode is a few batches. The storage phase shows each of them whole, the retrieval phase with words masked:
@@ -8,7 +8,7 @@ An episode is a few batches. The storage phase shows each of them whole, the ret
     storage      to be or not to be , that is the question          23 + 45 = 68 . 90 + 11 = 4 .
     retrieval    to be or not to be , that is the [MASK]            23 + 45 = [MASK] . 90 + 11 = [MASK] .
 
-The model names the masked words. They count ten times as much as the next words in the storage phase. The state is
+The model names the masked words. Each counts ten times as much as a next word of the storage phase. The state is
 carried through an episode, and each episode starts anew. Tests use text and sums that training never shows. Each test
 asks twice: with the state of the storage phase, and with a new state. The difference is what the memory carried.
 """
@@ -36,14 +36,14 @@ class Settings(train.TrainConfig):
     task: str = opt("episodes", "episodes, or grok: modular addition", choices=("episodes", "grok"))
     modulus: int = opt(97, "modulus of the sums, odd", low=11)
     batches: int = opt(4, "batches in a test episode; training episodes have 1, 2, .. of them in turn", low=1)
-    masks: int = opt(4, "words asked for in a row of a batch", low=1)
+    masks: int = opt(4, "words masked in each sequence", low=1)
     arithmetic: float = opt(0.5, "share of batches that are sums; the others are text")
     eval_windows: int = opt(10, "test episodes in an evaluation", low=1)
     words: int = opt(2000, "size of the vocabulary, the most frequent words of the text", low=COMMON + 1)
     share: float = opt(0.9, "share of all sums to train on; the others are held out (grok: 0.5)")
     embed_start: float = opt(0.02, "grok only: size of the initial embedding, in multiples of models.LM's")
-    stablemax: bool = opt(True, "grok only: stablemax in the place of softmax")
-    perp_grad: bool = opt(True, "grok only: the gradient without its part along the weights")
+    stablemax: bool = opt(True, "grok only: stablemax instead of softmax")
+    perp_grad: bool = opt(True, "grok only: remove the gradient's part along the weights")
     plot: bool = opt(False, "draw OUT/curves.png at the end")
 
 

@@ -283,7 +283,7 @@ def parse(argv=None):
     add_device(parser)
     add = parser.add_argument_group("--task text and probe").add_argument
     add("--ckpt", nargs="+", default=["out"], help="checkpoint files, or folders with best.pt or ckpt.pt [out]")
-    add("--data", help="the text to read, of which the last tenth counts [the training's]")
+    add("--data", help="text to read; only its last tenth is used [the training's]")
     add("--length", type=at_least(int, 0), default=0, metavar="N",
         help="text: longest window of the loss by position [4 x training's]; probe: tokens to read [training's]")
     add("--windows", type=at_least(int, 1), default=32, metavar="N", help="windows of the loss by position [32]")

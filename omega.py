@@ -1,6 +1,6 @@
 """omega.py - how the memory learns at test time: the Omega rule with decay, momentum and Newton-Schulz (ATLAS 3 - 5).
 
-Every weight matrix W of the memory follows this rule (Eq 9, 16, 32, 33; misprints: README, choices 3 - 6 and 12):
+Every weight matrix W of the memory follows this rule (Eq 9, 16, 32, 33; README, choices 3 - 6 and 12, has open points):
 
     g_t = sum over i in (t - window, t] of gate[t, i] * grad_W l(M(phi(k_i)), v_i)      at the anchor
     S_t = momentum_t * S_{t-1} + g_t
@@ -16,8 +16,8 @@ the outer product x_i^T d_i: x_i enters the matrix, and d_i is dl/d(what leaves 
 
 W_0 and S_0 are those before the chunk. G, P and the other coefficients depend on the gates alone: `mixing` finds them
 by running the rule on coefficients. momprod_t and keepprod_t are the products of momentum and keep up to t, and u_t is
-the weight of S_0 in W_t. Reading needs no W_t. All rows r_t of a matrix R are read at once, by attention whose scores
-R X^T are multiplied by P, without a softmax (X and D have the rows x_i and d_i; o multiplies elementwise):
+the weight of S_0 in W_t. Reading needs no W_t. All r_t, what the query of token t brings to W (the rows of R), are read
+at once by attention without a softmax: its scores are R X^T times P (X, D: the rows x_i, d_i; o: elementwise):
 
     r_t W_t = keepprod_t (r_t W_0) + u_t (r_t S_0) + ((P o R X^T) D)_t
 
@@ -27,7 +27,8 @@ the end of a chunk ends a block, too (choice 15; m = 1 is the paper):
     U_t = keep_t U_{t-1} + step_t S_t,   due_t = keep_t due_{t-1} + step_t          both begin at 0 in each block
     W_t = keep_t W_{t-1},   and at the last token of a block W_t = keep_t W_{t-1} - due_t NS(U_t)        Eq 32
 
-No W_t is needed here either: r_t W_t = keepprod_t (r_t W_0) + sum_j C[t, j] (r_t O_j), where O_j is NS(U) of block j.
+Then r_t W_t = keepprod_t (r_t W_0) + sum_j C[t, j] (r_t O_j). O_j is NS(U) of block j, and C[t, j] is -due of block j
+times the keeps since.
 
 With forget = "zero" keep decays W, as printed; with "start" it decays W - M0 (choice 21). Symbols: memory.py.
 """
@@ -90,7 +91,7 @@ def start(rule, phi, M0, batch, momentum=True):
     """Return the state before the first token: W = M0, S = 0 (choice 10). M0: matrices (H, in, out)."""
     zeros = tuple(w.new_zeros(batch, *w.shape) for w in M0)
     base = tuple(M0) if rule.forget == "start" else ()
-    W = zeros if base else tuple(w.expand(batch, *w.shape).clone() for w in M0)  # the optimizer changes M0 in place
+    W = zeros if base else tuple(w.expand(batch, *w.shape).clone() for w in M0)  # clone: AdamW steps in place
     empty = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
     keys, due = empty if phi.kind == "exp" else None, empty.new_zeros(empty.shape[:2])
     return State(base, W, zeros if momentum else (), W, zeros if rule.muon_every else (), due, empty, empty, keys, 0)
@@ -170,7 +171,7 @@ def recur(decay, rows):
 
 def recur_back(decay, rows):
     """Return y_t = decay_{t+1} * y_{t+1} + rows_t, from the last token to the first; shapes as in `recur`."""
-    return recur(decay.roll(-1, -1).flip(-1), rows.flip(-2))[0].flip(-2)
+    return recur(decay.roll(-1, -1).flip(-1), rows.flip(-2))[0].flip(-2)         # recur ignores the first decay
 
 
 def products(decay):
@@ -181,7 +182,7 @@ def products(decay):
 
 def band(gate):
     """Return the weighted window mask of section 3.3, (.., c, w) -> (.., c, w - 1 + c): gate[t] from column t on."""
-    *lead, c, w = gate.shape
+    *lead, c, w = gate.shape                                  # rows of w + c, cut anew to w - 1 + c: each moves one on
     return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
@@ -191,7 +192,7 @@ def mixing(gates):
         G_t = momentum_t * G_{t-1} + Gate_t,       momprod_t = momentum_t * momprod_{t-1}            S_t: Eq 33, 39
         P_t = keep_t * P_{t-1} - step_t * G_t,     u_t = keep_t * u_{t-1} - step_t * momprod_t       W_t: Eq 16
 
-    Four tokens without momentum, window 1 and gates of 1 (a is keep, e is step):
+    Four tokens; no momentum, window = 1, gate = 1 (a is keep, e is step):
 
                   x1^T d1       x2^T d2    x3^T d3   x4^T d4             W_0
         W_1         -e1                                                  a1
@@ -202,7 +203,7 @@ def mixing(gates):
 
     gates (.., c) and (.., c, window) -> P (.., c, n); [keepprod, u] (.., c, 1) each; the last rows of P and G
     (.., 2, n); the last keepprod, u and momprod (.., 3, 1). Without momentum S_t is g_t, and
-    u, momprod and the row of G are left out. The n = window - 1 + c pairs begin with those from before the chunk.
+    u, momprod and the row of G are left out. The n pairs begin with the gate.shape[-1] - 1 from before the chunk.
     """
     coef, G, step = [products(gates.keep)], band(gates.gate), -gates.step[..., None]
     if gates.momentum is None:
@@ -218,7 +219,7 @@ def mixing(gates):
 def muon_mixing(gates, m, begun, closes, due):
     """Run the rule on coefficients with Newton-Schulz between S and W, in blocks of m tokens.
 
-    Four tokens in two blocks of 2, without momentum, window 1 and gates of 1 (a is keep, e is step):
+    Four tokens in two blocks of 2; no momentum, window = 1, gate = 1 (a is keep, e is step):
 
               x1^T d1   x2^T d2   x3^T d3   x4^T d4                   W_0            O_1        O_2
         U_1    a2 e1      e2                               W_1        a1
@@ -227,11 +228,11 @@ def muon_mixing(gates, m, begun, closes, due):
                                                            W_4     a4 a3 a2 a1   -a4 a3 due_1  -due_2
         due_1 = a2 e1 + e2,  due_2 = a4 e3 + e4                               coef
 
-    `begun` tokens of the first block came before, with their `due` (.., 1, 1). `closes`: the chunk ends here, and so
-    does its last block, whatever its length. -> in_U (.., blocks, n), the coefficients of each x_i^T d_i in U_j at the
-    end of block j; the coefficient (.., 1, 1) of the old U in U_1; coef (.., c, 1 + ended), keepprod and C for the
-    blocks that end here; due (.., 1, 1) of the last block. With momentum U_2 holds pairs of block 1, too, and
-    in_U has one row more, for the last S_t, and one column more, for S_0.
+    `begun` tokens of the first block came in an earlier call, and left `due` (.., 1, 1). `closes`: the chunk ends here,
+    and so does its last block, whatever its length. -> in_U (.., blocks, n), the coefficients of each x_i^T d_i in U_j
+    at the end of block j; the coefficient (.., 1, 1) of the old U in U_1; coef (.., c, 1 + ended), keepprod and C for
+    the blocks that end here; due (.., 1, 1) of the last block. With momentum U_2 holds pairs of block 1, too, and in_U
+    has one row more, for the last S_t, and one column more, for S_0.
     """
     keep, step, momentum, gate = gates
     c, token = keep.shape[-1], torch.arange(begun, begun + keep.shape[-1], device=keep.device)
@@ -239,7 +240,7 @@ def muon_mixing(gates, m, begun, closes, due):
     ended = blocks if closes else (begun + c) // m
     inside = token[:, None] // m == torch.arange(blocks, device=keep.device)     # (c, blocks): token t is in block j
     is_last = F.pad(inside[1:], (0, 0, 0, 1)) < inside        # and it is the last one of j here
-    kept = recur_back(keep, is_last.to(keep).expand(*keep.shape, blocks)) * inside  # keep after t, to the end of j
+    kept = recur_back(keep, is_last.to(keep).expand(*keep.shape, blocks)) * inside  # keep_{t+1} .. keep_{end of j}
     S_in_U = step[..., None] * kept                           # (.., c, blocks): the coefficient of S_t in U_j
     old_in_U = keep[..., :1, None] * kept[..., :1, :]         # of the old U in U_j: 0 in all blocks but the first
     dues = S_in_U.sum(-2, keepdim=True) + old_in_U * due
@@ -338,7 +339,7 @@ def read(rule, xq, M0, bases, coef, written=None):
     def of_matrix(i, rows):
         """Return what rows (K, c, in) read of the i-th matrix."""
         W, apart = list(bases[i]), M0 and rows.is_contiguous()
-        if M0 and not apart:                                  # monomials are transposed (poly.py): one product for all
+        if M0 and not apart:                                  # monomials lie transposed (poly.py): M0 joins the product
             W += [M0[i][:, None].expand(-1, len(rows) // len(M0[i]), -1, -1).flatten(0, 1)]
         reads = torch.bmm(rows, torch.cat(W, -1) if len(W) > 1 else W[0]).chunk(len(W), -1)
         y = reads[-1] if M0 else 0
@@ -373,7 +374,7 @@ def plain_run(rule, chunks, gates, fast):
 
 
 def muon_run(rule, chunks, gates, fast, begun, closes):
-    """Learn with Newton-Schulz; results as in plain_run, begun and closes as in muon_mixing (begun: of one chunk)."""
+    """Learn with Newton-Schulz; results as in plain_run, begun and closes as in muon_mixing (begun > 0: one chunk)."""
     bases, m = [], rule.muon_every
     in_U, old_in_U, coef, due = muon_mixing(gates, m, begun, closes, fast.due)
     for chunk, *made in zip(chunks.each(), in_U.unbind(1), old_in_U.unbind(1), coef.unbind(1)):
@@ -446,7 +447,7 @@ def advance(rule, phi, count, q, k, v, gates, state):
     f = read(rule, chunks.xq.flatten(0, 1), fast.M0, *learned)
     y = memory.output(rule.memory, f.view(B, H, T, -1), q, rule.norm)
     W, S, U = (tuple(a.unflatten(0, (B, H)) for a in these) for these in (fast.W, fast.S, fast.U))
-    # M0 as it came, not grown by write_keys: `models.detach` knows the parameter
+    # M0 as it came, not grown by write_keys: models.detach tells parameters by their being leaves
     return y, State(M0, W, S, state.anchor if pos else W, U, fast.due.view(B, H), *past, state.keys, pos)
 
 
