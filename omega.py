@@ -239,7 +239,7 @@ def muon_mixing(gates, m, begun, closes, due):
     blocks = -(-(begun + c) // m)
     ended = blocks if closes else (begun + c) // m
     inside = token[:, None] // m == torch.arange(blocks, device=keep.device)     # (c, blocks): token t is in block j
-    is_last = F.pad(inside[1:], (0, 0, 0, 1)) < inside        # and it is the last one of j here
+    is_last = inside & ((token % m == m - 1) | (token == begun + c - 1))[:, None]       # and it is the last of j here
     kept = recur_back(keep, is_last.to(keep).expand(*keep.shape, blocks)) * inside  # keep_{t+1} .. keep_{end of j}
     S_in_U = step[..., None] * kept                           # (.., c, blocks): the coefficient of S_t in U_j
     old_in_U = keep[..., :1, None] * kept[..., :1, :]         # of the old U in U_j: 0 in all blocks but the first
