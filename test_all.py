@@ -1971,8 +1971,8 @@ def test_readme_examples_run(block, monkeypatch):
     exec(block, {})
 
 
-@pytest.mark.parametrize("diff, case", zip(re.findall(r"```diff\n(.*?)```", README, re.S), ({}, dict(muon_every=2)),
-                                           strict=True), ids=["nesterov", "sign"])
+@pytest.mark.parametrize("diff, case", list(zip(re.findall(r"```diff\n(.*?)```", README, re.S),
+                                                ({}, dict(muon_every=2)), strict=True)), ids=["nesterov", "sign"])
 def test_readme_change_of_the_rule(diff, case):
     """Catches a diff that no longer fits omega.py, or whose chunk form is another rule than its reference."""
     source = CODE["omega"]
