@@ -141,7 +141,7 @@ def part_layer(args, seconds):
 
 
 def rule_call(args, batch, H, window, chunk, muon_every, shard, T):
-    """Return a function that runs omega(), or shards() with shards of so many tokens, forward and backward."""
+    """Return a function that runs omega(), or shards() with shards of `shard` tokens, forward and backward."""
     made = layer(args, H * HEAD, **MLP, max_norm=0.0, window=window, chunk=chunk, shard=shard,
                  muon=muon_every > 0, muon_every=max(1, muon_every))
     x = torch.randn(batch, T, H * HEAD, device=args.device)
@@ -238,7 +238,7 @@ def part_peers(args, seconds):
         rival = rivals.get((row["chunk"], row["newton_schulz"]))
         row["times_titans"] = rival and row["tokens_per_s"] / rival
     yield (f"a layer, forward + backward, batch {batch}, T {T}, width {width}, heads of {HEAD}, MLP memory of "
-           f"{2 * HEAD},\nmomentum; times_titans: speed over that of {titans or 'titans-pytorch, not installed'}", rows)
+           f"{2 * HEAD},\nmomentum; times_titans: speed over {titans or 'titans-pytorch, not installed'}", rows)
 
 
 # ---- all of it

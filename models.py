@@ -128,7 +128,7 @@ PRESETS = {
 }
 
 # Sizes, which a preset overrides. `tiny` is Config itself: its memory is a matrix, which on a laptop learns more in the
-# same time than the paper's MLP (results/README.md). From 170m on the shapes are those of the paper's Table 7. Wide
+# same time than the paper's MLP (results/README.md). From 170m on the shapes are the paper's Table 7. Wide
 # heads have too many monomials, so phi is a sketch of 1 + D + 255 features there: GPUs like multiples of 16.
 _large = dict(memory="mlp", head_dim=0, expansion=4, features="sketch", sketch_dim=255)
 SIZES = {
@@ -224,7 +224,7 @@ class Memory(nn.Module):
         self.init()
 
     def init(self):
-        """Set the starting values, other than those of nn.Linear. Call it after model.apply(your_init)."""
+        """Set the starting values that nn.Linear has not set. Call it after model.apply(your_init)."""
         H, c = self.config.n_head, self.config
         if self.conv is not None:                             # each channel begins with a random mixture of four tokens
             nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
@@ -261,7 +261,7 @@ class Memory(nn.Module):
         return MemoryState(fast, x.new_zeros(B, self.conv_width - 1, self.qkv.out_features))
 
     def forward(self, x, state=None):
-        """x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. Raises ValueError as `check_input`."""
+        """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. Raises ValueError as `check_input`."""
         check_input(x, self.config.n_embd)
         state = state or self.start(x)
         *qkv, gates, tail = self.project(x, state)
@@ -281,7 +281,7 @@ class Memory(nn.Module):
             return unit(q), unit(k), at_least_float32(v), self.make_gates(x), tail                # choice 8
 
     def finish(self, x, y):
-        """Norm of each head, output gate, projection: y (B, H, T, D) -> (B, T, n_embd)."""
+        """Apply the norm of each head, the output gate and the projection: y (B, H, T, D) -> (B, T, n_embd)."""
         y = self.norm(y).transpose(1, 2).flatten(2).to(x.dtype)
         return self.out(y * F.silu(self.out_gate(x)))
 
@@ -372,7 +372,7 @@ class LM(nn.Module):
                 m.init()
 
     def forward(self, tokens, state=None):
-        """tokens (B, T), state of an earlier call or None -> logits (B, T, vocab_size), state after the last token.
+        """Read tokens (B, T), state of an earlier call or None -> logits (B, T, vocab_size), state after the last token.
         Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape."""
         x = self.embed(tokens)
         if state and not tokens.numel():                      # an empty piece

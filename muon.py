@@ -7,9 +7,9 @@ there; they do not converge to 1. With the cubic they do, slowly: it finds the n
 paper's k -> infinity).
 
 `newton_schulz_ref` is this text. `newton_schulz` computes the same on the small Gram matrix G = X X^T. A step
-multiplies X by Q = a I + b G + c G^2, so   R <- Q R,   G <- Q G Q,   and at the end   X <- R X.   But the condition of
-G is that of X squared, and each step magnifies the rounding errors of G's smallest eigenvalues. So after GRAM_STEPS
-steps G is computed from X again.
+multiplies X by Q = a I + b G + c G^2, so   R <- Q R,   G <- Q G Q,   and at the end   X <- R X.   But G has
+the square of X's condition, and each step magnifies the rounding errors of G's smallest eigenvalues. So after
+GRAM_STEPS steps G is computed from X again.
 
 The second half of the file holds the outer optimizer of the same name, Muon (Jordan et al. 2024), and decides which
 parameters it trains.

@@ -21,7 +21,7 @@ FEATURES = ("none", "elementwise", "monomial", "sketch", "exp")
 
 
 def features_dim(kind, dim, degree, sketch_dim=0):
-    """Return E for inputs of `dim` numbers: C(D + p, p) monomials (Prop 2); for `exp` those of degree 1 alone."""
+    """Return E for inputs of `dim` numbers: C(D + p, p) monomials (Prop 2); for `exp` the ones of degree 1 alone."""
     if kind == "monomial":
         return math.comb(dim + degree, degree)
     if kind == "sketch":

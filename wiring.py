@@ -83,7 +83,7 @@ class Attention(nn.Module):
         return self.k_norm(k), v
 
     def forward(self, x, state=None, prefix=None):
-        """x (B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState."""
+        """Read x (B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState."""
         check_input(x, self.config.n_embd)
         w, pos = self.config.attn_window, state.pos if state else 0
         q, k, v = self.project(x)
@@ -136,7 +136,7 @@ class Wiring(nn.Module):
         self.init()
 
     def init(self):
-        """Set the starting values, other than those of its parts."""
+        """Set the starting values that its parts have not set."""
         if self.persistent is not None:
             nn.init.normal_(self.persistent)
 
@@ -146,7 +146,7 @@ class Wiring(nn.Module):
         self.floor = floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
 
     def forward(self, x, state=None):
-        """x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. Raises ValueError as `check_input`."""
+        """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. Raises ValueError as `check_input`."""
         check_input(x, self.config.n_embd)
         self.undecided = []
         return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()))
@@ -170,13 +170,13 @@ class Wiring(nn.Module):
         return (1 - self.floor) * o + self.floor * m if self.floor else o
 
     def mag(self, x, state):
-        """Both read x, and the memory gates what attention says (Titans Eq 26 - 28)."""
+        """Let both read x, and the memory gate what attention says (Titans Eq 26 - 28)."""
         y, attention = self.attention(x, state.attention, self.persistent)
         m, state, n = self.remember(x, state)
         return self.gated(y, m[:, n:]), state._replace(attention=attention)
 
     def mal(self, x, state):
-        """The memory reads x, and attention reads what the memory says (Titans Eq 29 - 31)."""
+        """Let the memory read x, and attention what the memory says (Titans Eq 29 - 31)."""
         m, state, n = self.remember(x, state)
         y, attention = self.attention(self.m_norm(m), state.attention)
         return y[:, n:], state._replace(attention=attention)
