@@ -261,7 +261,7 @@ class Memory(nn.Module):
         return MemoryState(fast, x.new_zeros(B, self.conv_width - 1, self.qkv.out_features))
 
     def forward(self, x, state=None):
-        """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. Raises ValueError as `check_input`."""
+        """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_input`."""
         check_input(x, self.config.n_embd)
         state = state or self.start(x)
         *qkv, gates, tail = self.project(x, state)
@@ -372,7 +372,7 @@ class LM(nn.Module):
                 m.init()
 
     def forward(self, tokens, state=None):
-        """Read tokens (B, T), state of an earlier call or None -> logits (B, T, vocab_size), state after the last token.
+        """Read tokens (B, T), an earlier state or None -> logits (B, T, vocab_size), state after the last token.
         Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape."""
         x = self.embed(tokens)
         if state and not tokens.numel():                      # an empty piece

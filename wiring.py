@@ -146,7 +146,7 @@ class Wiring(nn.Module):
         self.floor = floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
 
     def forward(self, x, state=None):
-        """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. Raises ValueError as `check_input`."""
+        """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. ValueError as `check_input`."""
         check_input(x, self.config.n_embd)
         self.undecided = []
         return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()))
