@@ -84,8 +84,8 @@ class Config:
             (self.dropout >= 1, f"--dropout must be below 1, not {self.dropout}"),
             (alone and wired, f"--wiring {self.wiring} needs a memory model, not attention alone"),
             ((alone or wired) and self.head_dim % 2, "rotary embedding needs an even --head-dim"),
-            (not re.fullmatch(r"0?(\.\d+)?(,0?(\.\d+)?)*", self.memory_floor), "--memory-floor takes numbers below 1, "
-             f"as 0.3,0.1,0.05, not {self.memory_floor!r}"),
+            (not re.fullmatch(r"(0|0?\.\d+)(,(0|0?\.\d+)){0,2}", self.memory_floor), "--memory-floor takes 1 to 3 "
+             f"numbers below 1, as 0.3,0.1,0.05, not {self.memory_floor!r}"),
             ((self.polarise or self.memory_floor != "0") and self.wiring not in ("mag", "mac"),
              "--memory-floor and --polarise need --wiring mag or mac"),
             (wired and not self.attn_window, f"--wiring {self.wiring} needs an --attn-window"),

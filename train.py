@@ -288,7 +288,7 @@ def train(model, optimizers, run, task):
     tc, logs, out = task.tc, [], Path(task.tc.out) if task.tc.out and not RANK else None
     if run["step"] == 0:
         run["start"], words = validate(model, task)
-        say(f"step {0:5d}/{tc.steps}{words}")
+        say(f"step {0:5d}/{tc.steps}{words}" if words else "")
     began = time.perf_counter() - run["seconds"]
     with noted_signals() as noted:
         for step in range(run["step"] + 1, tc.steps + 1):
@@ -319,7 +319,8 @@ def train(model, optimizers, run, task):
             if out and (found or number):
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
             if number and not last:
-                say(f"stopped after step {step}; to go on: python {task.program} --resume --out {tc.out!r}")
+                again = f"; to go on: python {task.program} --resume --out {tc.out!r}" if tc.out else ""
+                say(f"stopped after step {step}{again}")
                 return int(number)
 
 
@@ -436,6 +437,8 @@ def launch(given, settings=settings, make_task=Text, text=True):
     """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
+    if PROCESSES > 1 and not text:
+        raise UserError("this program is one process; start it without torchrun")
     resume = given.get("resume")
     source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
     old = load_checkpoint(source, text) if source else None
