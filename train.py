@@ -288,7 +288,8 @@ def train(model, optimizers, run, task):
     tc, logs, out = task.tc, [], Path(task.tc.out) if task.tc.out and not RANK else None
     if run["step"] == 0:
         run["start"], words = validate(model, task)
-        say(f"step {0:5d}/{tc.steps}{words}" if words else "")
+        if words:
+            say(f"step {0:5d}/{tc.steps}{words}")
     began = time.perf_counter() - run["seconds"]
     with noted_signals() as noted:
         for step in range(run["step"] + 1, tc.steps + 1):
