@@ -26,9 +26,10 @@ the end of a chunk ends a block, too (choice 15; m = 1 is the paper):
 
     U_t = keep_t U_{t-1} + step_t S_t,   due_t = keep_t due_{t-1} + step_t          both begin at 0 in each block
     W_t = keep_t W_{t-1},   and at the last token of a block W_t = keep_t W_{t-1} - due_t NS(U_t)        Eq 32
+    y_t = M(phi(q_t); W_t - U_t)                              what waits in a block is read as plain steps wrote it
 
 Then r_t W_t = keepprod_t (r_t W_0) + sum_j C[t, j] (r_t O_j). O_j is NS(U) of block j, and C[t, j] is -due of block j
-times the keeps since.
+times the keeps since. And -U_t is the W_t of the rule without Newton-Schulz, begun from 0 in each block: `pending`.
 
 With forget = "zero" keep decays W, as printed; with "start" it decays W - M0 (choice 21). Symbols: memory.py.
 """
@@ -98,9 +99,10 @@ def start(rule, phi, M0, batch, momentum=True):
 
 
 def total(state):
-    """Return the weights in use: W, plus M0 with forget = "start"."""
+    """Return the weights that a query reads: W - U, plus M0 with forget = "start"."""
     M0 = grown(state.M0, [w.shape[-2] for w in state.W])
-    return tuple(a + b for a, b in zip(M0, state.W)) if M0 else state.W
+    W = tuple(w - u for w, u in zip(state.W, state.U)) if state.U else state.W
+    return tuple(a + b for a, b in zip(M0, W)) if M0 else W
 
 
 # ---- the definition
@@ -137,7 +139,8 @@ def omega_ref(rule, phi, q, k, v, gates, state):
                 if (pos + t + 1) % rule.chunk % rule.muon_every == 0:            # the block ends
                     W = tuple(w - due * NS(u) for w, u in zip(W, U))             # Eq 32, 40, if muon_every = 1
                     U, due = tuple(torch.zeros_like(u) for u in U), 0 * due
-            ys.append(M(W, xq[t], q[t]))                                         # choice 3: read after write
+            waiting = tuple(w - u for w, u in zip(W, U)) if rule.muon_every else W               # choice 15
+            ys.append(M(waiting, xq[t], q[t]))                                   # choice 3: read after write
             if (pos + t + 1) % rule.chunk == 0:
                 W = tuple(rule.bound(W))                                         # choice 22
         return torch.stack(ys), W, S if len(momentum) else (), anchor, U, due
@@ -253,6 +256,16 @@ def muon_mixing(gates, m, begun, closes, due):
     return in_U, old_in_U[..., :1], coef, dues[..., -1:]
 
 
+def pending(gates, m, begun, closes):
+    """Return -U_t, what waits in a block of m tokens, as coefficients: P of each x_i^T d_i, then of the old U and of S_0,
+    (.., c, 1) each. All are 0 where a block ends. begun and closes as in muon_mixing."""
+    c = gates.keep.shape[-1]
+    token = torch.arange(begun, begun + c, device=gates.keep.device)
+    waits = ((token % m < m - 1) & (token < begun + c - closes))[:, None]
+    P, (old, *S), *_ = mixing(gates._replace(keep=gates.keep * (token % m > 0)))
+    return P * waits, [a * waits for a in (-old, *S)]
+
+
 # ---- one chunk learns; then all tokens are read
 class Chunks(NamedTuple):
     """The tokens of one or more chunks, ready for products: c tokens and n pairs in each, for N = B H sequences."""
@@ -260,7 +273,7 @@ class Chunks(NamedTuple):
     xk: torch.Tensor                      # (N, chunks, n, E) phi(k), the memory's input at the anchor
     x: torch.Tensor                       # (N, chunks, n, E) what is written: phi(k) again; one-hot with `exp` features
     v: torch.Tensor                       # (N, chunks, n, D) what the last matrix should produce
-    qk: torch.Tensor | None               # (N, chunks, c, n) phi(q) phi(k)^T; None with Newton-Schulz
+    qk: torch.Tensor | None               # (N, chunks, c, n) phi(q) phi(k)^T; None where nothing waits
 
     def each(self):
         """Iterate over the chunks: a Chunks of tensors (N, ..) for each."""
@@ -278,8 +291,8 @@ class Fast(NamedTuple):
 
 
 def features(rule, phi, q, k):
-    """Return phi(q), phi(k), and without Newton-Schulz phi(q) phi(k)^T."""
-    return phi(q), phi(k), None if rule.muon_every else phi.inner(q, k)
+    """Return phi(q), phi(k), phi(q) phi(k)^T. With muon_every = 1 nothing waits, and None stands for the last."""
+    return phi(q), phi(k), None if rule.muon_every == 1 else phi.inner(q, k)
 
 
 def gradients(rule, chunk, fast):
@@ -309,9 +322,10 @@ def learn(rule, chunk, rows, ends, fast):
 
 
 def muon_learn(rule, chunk, in_U, old_in_U, coef, fast):
-    """Learn with Newton-Schulz, from what muon_mixing returns -> last W_t, S_t and U_t, O of each block that ends."""
-    n, ended, S = chunk.v.shape[1], coef.shape[-1] - 1, fast.S
-    new = [write(x, d, in_U[..., :n]) for x, d in gradients(rule, chunk, fast)]  # of each matrix: each U, last S
+    """Learn with Newton-Schulz, from what muon_mixing returns -> last W_t, S_t and U_t; O of each block that ends; x and
+    d of each matrix."""
+    n, ended, S, found = chunk.v.shape[1], coef.shape[-1] - 1, fast.S, gradients(rule, chunk, fast)
+    new = [write(x, d, in_U[..., :n]) for x, d in found]      # of each matrix: each U, last S
     if S:                                                                        # Eq 33
         new = [[torch.addcmul(a, in_U[:, r, n:, None], s) for r, a in enumerate(made)] for made, s in zip(new, S)]
         S, new = [made[-1] for made in new], [made[:-1] for made in new]
@@ -325,7 +339,7 @@ def muon_learn(rule, chunk, in_U, old_in_U, coef, fast):
     W = [keepprod * w for w in fast.W]
     for j, c in enumerate(C):                                                    # Eq 32
         W = [torch.addcmul(w, c, o[j]) for w, o in zip(W, O)]
-    return rule.bound(W), S, [made[-1] for made in new], O
+    return rule.bound(W), S, [made[-1] for made in new], O, found
 
 
 def read(rule, xq, M0, bases, coef, written=None):
@@ -333,7 +347,7 @@ def read(rule, xq, M0, bases, coef, written=None):
 
         r_t W_t = r_t M0 + sum_j coef[j]_t (r_t bases[j]) + ((P o R X^T) D)_t
 
-    bases: for each matrix W_0 and S_0, or W_0 and O_1, O_2, .., (K, in, out) each. coef: (K, c, 1) each.
+    bases: for each matrix W_0 and S_0, or W_0, O_1, O_2, .., U_0 and S_0, (K, in, out) each. coef: (K, c, 1) each.
     written: P (K, c, n), P o phi(q) phi(k)^T, and of each matrix x (None where phi(k) enters) and d; or None.
     """
     def of_matrix(i, rows):
@@ -360,38 +374,53 @@ def by_matrix(chunks):
     return [[stacked(group) for group in zip(*tuples)] for tuples in zip(*chunks)]
 
 
+def flat(a):
+    """Join the first two dimensions: (N, chunks, ..) -> (N chunks, ..)."""
+    return a.flatten(0, 1)
+
+
+def entering(rule, found):
+    """Return x and d of each matrix, with None for the x that are phi(k)."""
+    return [(None if i < memory.firsts(rule.memory) else x, d) for i, (x, d) in enumerate(found)]
+
+
 def plain_run(rule, chunks, gates, fast):
     """Learn from chunks without Newton-Schulz, one after the other -> bases, coef and written of `read`, fast."""
-    flat, bases, learned = lambda a: a.flatten(0, 1), [], []
+    bases, learned = [], []
     P, coef, rows, ends = mixing(gates)
     for chunk, *last in zip(chunks.each(), rows.unbind(1), ends.unbind(1)):
         bases.append([*zip(fast.W, fast.S)] if fast.S else [*zip(fast.W)])
         W, S, found = learn(rule, chunk, *last, fast)
         fast = fast._replace(W=W, S=S)
-        learned.append([(None if i < memory.firsts(rule.memory) else x, d) for i, (x, d) in enumerate(found)])
+        learned.append(entering(rule, found))
     written = flat(P), flat(P * chunks.qk), by_matrix(learned)
     return (by_matrix(bases), [flat(a) for a in coef], written), fast
 
 
 def muon_run(rule, chunks, gates, fast, begun, closes):
     """Learn with Newton-Schulz; results as in plain_run, begun and closes as in muon_mixing (begun > 0: one chunk)."""
-    bases, m = [], rule.muon_every
+    bases, learned, written, m = [], [], None, rule.muon_every
     in_U, old_in_U, coef, due = muon_mixing(gates, m, begun, closes, fast.due)
     for chunk, *made in zip(chunks.each(), in_U.unbind(1), old_in_U.unbind(1), coef.unbind(1)):
-        before = fast.W
-        W, S, U, O = muon_learn(rule, chunk, *made, fast)
+        waited = [old for old in (fast.U, fast.S) if old and m > 1]
+        W, S, U, O, found = muon_learn(rule, chunk, *made, fast)
+        bases.append([(w, *o, *more) for w, o, *more in zip(fast.W, O, *waited)])
+        learned.append(entering(rule, found))
         fast = fast._replace(W=W, S=S)
-        bases.append([(w, *o) for w, o in zip(before, O)])
-    due = due[:, -1:]
-    if closes or not (begun + coef.shape[2]) % m:             # the next block begins from 0
+    due, coef = due[:, -1:], [*flat(coef).split(1, -1)]
+    if m > 1:
+        P, (old, *more) = pending(gates, m, begun, closes)
+        coef += [flat(a) for a in (*([old] if begun else []), *more)]
+        written = flat(P), flat(P * chunks.qk), by_matrix(learned)
+    if closes or not (begun + gates.keep.shape[-1]) % m:      # the next block begins from 0
         U, due = [torch.zeros_like(u) for u in U], torch.zeros_like(due)
-    return (by_matrix(bases), coef.flatten(0, 1).split(1, -1), None), fast._replace(U=U, due=due)
+    return (by_matrix(bases), coef, written), fast._replace(U=U, due=due)
 
 
 def compile_chunks(**options):
     """Compile the functions of the chunk form by torch.compile, for this process. The rest stays eager."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # shapes, rules, parts
-    for f in (features, mixing, muon_mixing, learn, muon_learn, read):
+    for f in (features, mixing, muon_mixing, pending, learn, muon_learn, read):
         if not hasattr(f, "_torchdynamo_orig_callable"):
             globals()[f.__name__] = torch.compile(f, dynamic=False, **options)
 
