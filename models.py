@@ -27,7 +27,7 @@ from common import UserError, check, opt
 from memory import LOSSES, MEMORIES
 from muon import COEFFICIENTS
 from poly import FEATURES, Features, features_dim
-from wiring import WIRINGS, Attention, Norm, Wiring, check_input, heads
+from wiring import WIRINGS, Attention, Norm, Wiring, check_input, documents, heads
 
 
 # ---- configuration
@@ -108,7 +108,7 @@ class Config:
 
 # Table 1: the paper's models as differences from Config's defaults. Where no memory is named, the size decides.
 _simple = dict(momentum=False, muon=False)
-_muon = dict(chunk=32, muon_every=8, ns_steps=3, ns_coefficients="cubic")              # chosen by measuring: results/README.md
+_muon = dict(chunk=32, muon_every=8, ns_steps=3, ns_coefficients="cubic")     # chosen by measuring: results/README.md
 _kernel = dict(memory="mlp", features="exp", keep=False, **_simple)
 PRESETS = {
     "transformer":     dict(attention=True, head_dim=0, attn_window=0),
@@ -171,6 +171,7 @@ class MemoryState(NamedTuple):
     """What a Memory carries from call to call."""
     fast: omega.State | shards.Shards     # the fast weights and what belongs to them
     conv: torch.Tensor                    # (B, 3, 3 H D), the last inputs of the convolution
+    seen: torch.Tensor | None = None      # (B, window - 1) bool: which of the last pairs later windows look at; None: all
 
 
 def without_autocast(x):
@@ -179,10 +180,13 @@ def without_autocast(x):
     return torch.autocast(x.device.type, enabled=False) if there else nullcontext()
 
 
-def short_conv(before, x, taps):
-    """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: before (B, n, C), x (B, T, C), taps (n + 1, C) -> (B, T, C)"""
+def short_conv(before, x, taps, same=None):
+    """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: before (B, n, C), x (B, T, C), taps (n + 1, C) -> (B, T, C).
+    same (B, T, n + 1): whether x_{t-n+j} belongs to the document of x_t."""
     seen = torch.cat([before, x], 1)
-    return F.silu(sum(tap * seen[:, j: j + x.shape[1]] for j, tap in enumerate(taps.to(x.dtype))))
+    rows = [seen[:, j: j + x.shape[1]] for j in range(len(taps))]
+    rows = rows if same is None else [row * here for row, here in zip(rows, same.to(x.dtype).split(1, -1))]
+    return F.silu(sum(tap * row for tap, row in zip(taps.to(x.dtype), rows)))
 
 
 def at_least_float32(x):
@@ -192,6 +196,16 @@ def at_least_float32(x):
 def unit(x):
     """Return x / |x|, and 0 for 0, in float32 at least."""
     return F.normalize(at_least_float32(x), dim=-1, eps=1e-6)
+
+
+def masked(gates, here, doc, pairs):
+    """Return gates that write, forget and carry nothing where `here` (B, T) is False, and whose windows hold pairs of
+    the token's document alone: doc (B, T) and pairs (B, window - 1 + T) are numbers of documents."""
+    keep, step, momentum, gate = gates
+    here = here[:, None]                                      # (B, 1, T), for all heads
+    looks = (pairs.unfold(1, gate.shape[-1], 1) == doc[..., None])[:, None] & here[..., None]
+    momentum = momentum if momentum is None else momentum.where(here, 1)
+    return omega.Gates(keep.where(here, 1), step.where(here, 0), momentum, gate * looks)
 
 
 class Memory(nn.Module):
@@ -260,25 +274,38 @@ class Memory(nn.Module):
             fast = shards.Shards(tuple(self.M0), fast, None, kk, 0)
         return MemoryState(fast, x.new_zeros(B, self.conv_width - 1, self.qkv.out_features))
 
-    def forward(self, x, state=None):
-        """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. ValueError as `check_input`."""
-        check_input(x, self.config.n_embd)
+    def forward(self, x, state=None, mask=None, reset=None):
+        """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. mask and reset: as in LM. Raises
+        ValueError as `check_input`, and for a reset where no chunk (with shards: no shard) begins."""
+        c = self.config
+        check_input(x, c.n_embd, mask, reset)
         state = state or self.start(x)
-        *qkv, gates, tail = self.project(x, state)
+        if reset is not None and reset[:, (torch.arange(x.shape[1]) + state.fast.pos) % (c.shard or c.chunk) > 0].any():
+            raise ValueError(f"a reset stands where no {'shard' if c.shard else 'chunk'} begins; pad the text before it")
+        doc, pairs = documents(x, mask, reset, state.seen, c.window - 1)
+        *qkv, gates, tail = self.project(x, state, doc, pairs)
         with without_autocast(x):
-            learn = partial(shards.shards, self.config.shard) if self.config.shard else omega.omega
-            y, fast = learn(self.config.rule(), self.phi, *qkv, gates, state.fast)
-        return self.finish(x, y), MemoryState(fast, tail)
+            learn = partial(shards.shards, c.shard) if c.shard else omega.omega
+            anew = None if reset is None else (reset, list(self.global_M0 or self.M0))
+            y, fast = learn(c.rule(), self.phi, *qkv, gates, state.fast, anew)
+        return self.finish(x, y), MemoryState(fast, tail, None if doc is None else (pairs == doc[:, -1:])[:, x.shape[1]:])
 
-    def project(self, x, state):
-        """Return q, k, v (B, H, T, D), the gates, and what the convolution carries on."""
-        qkv, n = self.qkv(x), self.conv_width - 1
+    def project(self, x, state, doc=None, pairs=None):
+        """Return q, k, v (B, H, T, D), the gates, and what the convolution carries on. doc, pairs: from `documents`."""
+        qkv, n, same = self.qkv(x), self.conv_width - 1, None
         before = state.conv.to(qkv.dtype)
+        if doc is not None:
+            here, docs = pairs[:, -x.shape[1]:] >= 0, F.pad(doc, (n, 0))
+            qkv, same = qkv * here[..., None], docs.unfold(1, n + 1, 1) == doc[..., None]
         tail = torch.cat([before, qkv[:, -n:]], 1)[:, -n:]
-        qkv = F.silu(qkv) if self.conv is None else short_conv(before, qkv, self.conv)
+        tail = tail if doc is None else tail * (docs[:, -n:] == doc[:, -1:])[..., None]
+        qkv = F.silu(qkv) if self.conv is None else short_conv(before, qkv, self.conv, same)
         q, k, v = (heads(a, self.config.n_head) for a in qkv.chunk(3, -1))
         with without_autocast(x):
-            return unit(q), unit(k), at_least_float32(v), self.make_gates(x), tail                # choice 8
+            q, k, v, gates = unit(q), unit(k), at_least_float32(v), self.make_gates(x)            # choice 8
+            if doc is not None:
+                k, gates = k * here[:, None, :, None], masked(gates, here, doc, pairs)
+        return q, k, v, gates, tail
 
     def finish(self, x, y):
         """Apply the norm of each head, the output gate and the projection: y (B, H, T, D) -> (B, T, n_embd)."""
@@ -339,8 +366,8 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, state=None):
-        y, state = self.layer(self.norm1(x), state)
+    def forward(self, x, state=None, mask=None, reset=None):
+        y, state = self.layer(self.norm1(x), state, mask, reset)
         x = x + self.dropout(y)
         return x + self.dropout(self.mlp(self.norm2(x))), state
 
@@ -371,9 +398,13 @@ class LM(nn.Module):
             if isinstance(m, (Memory, Wiring)):
                 m.init()
 
-    def forward(self, tokens, state=None):
+    def forward(self, tokens, state=None, mask=None, reset=None):
         """Read tokens (B, T), an earlier state or None -> logits (B, T, vocab_size), state after the last token.
-        Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape."""
+        Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape.
+
+        mask (B, T) bool, False at padding: there nothing is written, forgotten or looked at. Chunks and blocks go on
+        through padding, for all rows alike: a block that ends there writes what waits in it. reset (B, T) bool: True
+        where a row begins a new text, with a new memory, at the first token of a chunk (`Memory.forward`)."""
         x = self.embed(tokens)
         if state and not tokens.numel():                      # an empty piece
             return self.head(x), state
@@ -381,14 +412,15 @@ class LM(nn.Module):
             x = x * self.config.n_embd ** 0.5
         states, remat = [], self.remat and torch.is_grad_enabled()
         for block, s in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
-            x, s = checkpoint(block, x, s, use_reentrant=False) if remat else block(x, s)
+            args = x, s, mask, reset
+            x, s = checkpoint(block, *args, use_reentrant=False) if remat else block(*args)
             states.append(s)
         return self.head(self.norm(x)), tuple(states)
 
-    def loss(self, tokens, targets):
+    def loss(self, tokens, targets, mask=None, reset=None):
         """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count.
         With `polarise` it also holds the attention gates' indecision, times that number."""
-        logits = at_least_float32(self(tokens)[0])
+        logits = at_least_float32(self(tokens, None, mask, reset)[0])
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         if self.config.polarise:
             loss = loss + self.config.polarise * torch.stack([g for b in self.blocks for g in b.layer.undecided]).mean()

@@ -37,10 +37,26 @@ def heads(x, H):
     return x.unflatten(-1, (H, -1)).transpose(1, 2)
 
 
-def check_input(x, n_embd):
-    """Raise ValueError if a layer's x is not (B >= 1, T >= 1, n_embd)."""
+def check_input(x, n_embd, *marks):
+    """Raise ValueError if a layer's x is not (B >= 1, T >= 1, n_embd), or its mask or reset not (B, T) bool."""
     if x.dim() != 3 or not x.numel() or x.shape[2] != n_embd:
         raise ValueError(f"a layer reads (B, T >= 1, {n_embd}), not {tuple(x.shape)}; one sequence is x[None]")
+    for a in marks:
+        if a is not None and (a.shape != x.shape[:2] or a.dtype != torch.bool):
+            raise ValueError(f"mask and reset are bool {tuple(x.shape[:2])}, not {a.dtype} {tuple(a.shape)}")
+
+
+def documents(x, mask, reset, seen, n):
+    """Number the documents of x (B, T, ..), for a mask and a reset (B, T) or None. A token may look at a key if both
+    have the same number. seen (B, n): which of the n keys before x belong to the first document; None: all.
+
+    -> numbers of the tokens (B, T); of the keys (B, n + T), -1 where the mask is False. None twice without marks."""
+    if mask is None and reset is None and seen is None:
+        return None, None
+    ones = torch.ones(x.shape[0], n + x.shape[1], dtype=torch.bool, device=x.device)
+    doc = (~ones[:, n:] if reset is None else reset).cumsum(1)
+    here = torch.cat([ones[:, :n] if seen is None else seen, ones[:, n:] if mask is None else mask], 1)
+    return doc, F.pad(doc, (n, 0)).masked_fill(~here, -1)
 
 
 # ---- attention
@@ -49,6 +65,7 @@ class AttentionState(NamedTuple):
     k: torch.Tensor                       # (B, H, n, D), n < attn_window if there is one; in MAC (B, H, 2, n, D): h, x
     v: torch.Tensor                       # likewise
     pos: int                              # tokens so far; in MAC: of the segment
+    seen: torch.Tensor | None             # (B, n) bool: which k later tokens may look at; None: all
 
 
 def rope(x, pos):
@@ -82,24 +99,29 @@ class Attention(nn.Module):
         _, k, v = (a.expand(B, -1, -1, -1) for a in self.project(p[None]))
         return self.k_norm(k), v
 
-    def forward(self, x, state=None, prefix=None):
-        """Read x (B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState."""
-        check_input(x, self.config.n_embd)
+    def forward(self, x, state=None, mask=None, reset=None, prefix=None):
+        """Read x (B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState. mask and
+        reset: as in models.LM."""
+        check_input(x, self.config.n_embd, mask, reset)
         w, pos = self.config.attn_window, state.pos if state else 0
         q, k, v = self.project(x)
         q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)                              # choice 17
+        doc, keys = documents(x, mask, reset, state and state.seen, state.k.shape[2] if state else 0)
         if state:
             k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
-        y = attend(q, k, v, w, *(self.project_prefix(prefix, len(x)) if prefix is not None else ()))
+        prefix = self.project_prefix(prefix, len(x)) if prefix is not None else (None, None)
+        y = attend(q, k, v, w, *prefix, doc, keys)
         kept = [a[:, :, max(0, k.shape[2] - w + 1):].clone() if w else a for a in (k, v)]   # a view holds all
-        return self.out(y.transpose(1, 2).flatten(2)), AttentionState(*kept, pos + x.shape[1])
+        seen = None if doc is None else (keys == doc[:, -1:])[:, k.shape[2] - kept[0].shape[2]:]
+        return self.out(y.transpose(1, 2).flatten(2)), AttentionState(*kept, pos + x.shape[1], seen)
 
 
-def attend(q, k, v, window, pk=None, pv=None):
+def attend(q, k, v, window, pk=None, pv=None, doc=None, keys=None):
     """Attend from q (B, H, T, D), the last T of n positions, to k, v (B, H, n, D) and to a prefix pk, pv. A position
-    sees the last `window` positions; 0: all. With a window the work goes in pieces, linear in T."""
+    sees the last `window` positions; 0: all. doc and keys, from `documents`: itself and those of its document. With a
+    window the work goes in pieces, linear in T."""
     T, w, before = q.shape[2], window, k.shape[2] - q.shape[2]
-    if not before and pk is None and (w == 0 or w >= T):
+    if not before and pk is None and doc is None and (w == 0 or w >= T):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     ys, step = [], max(4 * w, 256) if w else T
     for a in range(0, T, step):
@@ -107,6 +129,8 @@ def attend(q, k, v, window, pk=None, pv=None):
         i = torch.arange(before + a, before + b, device=q.device)[:, None]
         j = torch.arange(first, before + b, device=q.device)
         seen, mask = (k[:, :, first: before + b], v[:, :, first: before + b]), (j <= i) & (j > i - w) if w else j <= i
+        if doc is not None:
+            mask = mask & ((doc[:, a:b, None] == keys[:, None, first: before + b]) | (i == j))[:, None]
         if pk is not None:
             seen, mask = [torch.cat(pair, 2) for pair in zip((pk, pv), seen)], F.pad(mask, (pk.shape[2], 0), value=True)
         ys.append(F.scaled_dot_product_attention(q[:, :, a:b], *seen, attn_mask=mask))
@@ -145,19 +169,22 @@ class Wiring(nn.Module):
         floors = [float(f) for f in self.config.memory_floor.split(",")]
         self.floor = floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
 
-    def forward(self, x, state=None):
-        """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. ValueError as `check_input`."""
-        check_input(x, self.config.n_embd)
+    def forward(self, x, state=None, mask=None, reset=None):
+        """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. mask and reset: as in models.LM.
+        Raises ValueError as `check_input`, and for a reset where p stand before a text or inside of a MAC segment."""
+        check_input(x, self.config.n_embd, mask, reset)
+        if reset is not None and self.persistent is not None:
+            raise ValueError("reset needs persistent=0: learned tokens stand before the first text of a row alone")
         self.undecided = []
-        return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()))
+        return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()), mask, reset)
 
-    def remember(self, x, state):
+    def remember(self, x, state, mask, reset):
         """Read x with the memory, after p at the start of a sequence -> M(p | x), state, the number of p in it."""
         n = 0
         if state.memory is None and self.persistent is not None:
-            n = len(self.persistent)
+            n, mask = len(self.persistent), mask if mask is None else F.pad(mask, (len(self.persistent), 0), value=True)
             x = torch.cat([self.persistent.to(x.dtype).expand(len(x), -1, -1), x], 1)
-        m, memory_state = self.memory(x, state.memory)
+        m, memory_state = self.memory(x, state.memory, mask, reset)
         return m, state._replace(memory=memory_state), n
 
     def gated(self, y, m):
@@ -169,47 +196,58 @@ class Wiring(nn.Module):
         o = self.y_norm(y) * g
         return (1 - self.floor) * o + self.floor * m if self.floor else o
 
-    def mag(self, x, state):
+    def mag(self, x, state, mask, reset):
         """Let both read x, and the memory gate what attention says (Titans Eq 26 - 28)."""
-        y, attention = self.attention(x, state.attention, self.persistent)
-        m, state, n = self.remember(x, state)
+        y, attention = self.attention(x, state.attention, mask, reset, self.persistent)
+        m, state, n = self.remember(x, state, mask, reset)
         return self.gated(y, m[:, n:]), state._replace(attention=attention)
 
-    def mal(self, x, state):
+    def mal(self, x, state, mask, reset):
         """Let the memory read x, and attention what the memory says (Titans Eq 29 - 31)."""
-        m, state, n = self.remember(x, state)
-        y, attention = self.attention(self.m_norm(m), state.attention)
+        m, state, n = self.remember(x, state, mask, reset)
+        mask = mask if mask is None else F.pad(mask, (n, 0), value=True)
+        y, attention = self.attention(self.m_norm(m), state.attention, mask, reset)
         return y[:, n:], state._replace(attention=attention)
 
-    def mac(self, x, state):
+    def mac(self, x, state, *marks):
         """Go segment by segment: read the memory as it was, attend, write what attention says (Titans Eq 21 - 25)."""
         outs = []
         while x.shape[1]:
             room = self.config.attn_window - (state.attention.pos if state.attention else 0)
-            o, state = self.segment(x[:, :room], state)
+            o, state = self.segment(x[:, :room], state, *(a if a is None else a[:, :room] for a in marks))
             outs.append(o)
             if x.shape[1] >= room:
                 state = state._replace(attention=None, frozen=())
-            x = x[:, room:]
+            x, marks = x[:, room:], [a if a is None else a[:, room:] for a in marks]
         return torch.cat(outs, 1), state
 
-    def segment(self, x, state):
+    def segment(self, x, state, mask, reset):
         """Run a segment or a part of it: token i sees p, and h_j, x_j of its segment with j <= i (choice 18)."""
         a, T, pos = self.attention, x.shape[1], state.attention.pos if state.attention else 0
         inner = state.memory or self.memory.start(x)
+        if reset is not None and reset[:, 0 if pos else 1:].any():
+            raise ValueError("a reset stands inside of a segment of MAC; put it where one begins")
         frozen = state.frozen or (omega.total(inner.fast), inner.fast.keys)
+        if reset is not None and not pos:
+            M0 = omega.grown(self.memory.M0, [w.shape[-2] for w in frozen[0]])
+            frozen = tuple(torch.where(reset[:, :1, None, None], *pair) for pair in zip(M0, frozen[0])), frozen[1]
         projected = [tuple(a.project(h)) for h in (self.memory.retrieve(x, *frozen), x)]         # Titans Eq 21
         q = rope(a.q_norm(projected[-1][0]), pos)                                                # of x alone
         ks = torch.stack([rope(a.k_norm(k), pos) for _, k, _ in projected], 2)                   # (B, H, 2, T, D)
         vs = torch.stack([v for _, _, v in projected], 2)
-        if state.attention:
-            ks, vs = torch.cat([state.attention.k, ks], 3), torch.cat([state.attention.v, vs], 3)
+        doc, keys = documents(x, mask, reset, *((old.seen, old.k.shape[3]) if (old := state.attention) else (None, 0)))
+        if old:
+            ks, vs = torch.cat([old.k, ks], 3), torch.cat([old.v, vs], 3)
         n, k, v = ks.shape[3], ks.flatten(2, 3), vs.flatten(2, 3)
-        mask = torch.ones(T, n, dtype=torch.bool, device=x.device).tril(n - T).repeat(1, 2)
+        sees = torch.ones(T, n, dtype=torch.bool, device=x.device).tril(n - T)
+        if doc is not None:
+            sees = sees & ((doc[..., None] == keys[:, None]) | ~sees.tril(n - T - 1))[:, None]
+        sees = torch.cat([sees, sees], -1)                    # of h and of x
         if self.persistent is not None:
             pk, pv = a.project_prefix(self.persistent, len(x))
-            k, v, mask = torch.cat([pk, k], 2), torch.cat([pv, v], 2), F.pad(mask, (pk.shape[2], 0), value=True)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)                              # Titans Eq 22, 23
+            k, v, sees = torch.cat([pk, k], 2), torch.cat([pv, v], 2), F.pad(sees, (pk.shape[2], 0), value=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=sees)                              # Titans Eq 22, 23
         y = a.out(y.transpose(1, 2).flatten(2))
-        m, inner = self.memory(y, inner)                                                         # Titans Eq 24
-        return self.gated(y, m), WiringState(inner, AttentionState(ks, vs, pos + T), frozen)     # Titans Eq 25
+        m, inner = self.memory(y, inner, mask, reset)                                            # Titans Eq 24
+        seen = None if doc is None else keys == doc[:, -1:]
+        return self.gated(y, m), WiringState(inner, AttentionState(ks, vs, pos + T, seen), frozen)      # Titans Eq 25
