@@ -27,7 +27,7 @@ from common import UserError, check, opt
 from memory import LOSSES, MEMORIES
 from muon import COEFFICIENTS
 from poly import FEATURES, Features, features_dim
-from wiring import WIRINGS, Attention, Norm, Wiring, check_input, documents, heads
+from wiring import WIRINGS, Attention, Norm, Wiring, check_input, heads, numbered
 
 
 # ---- configuration
@@ -180,12 +180,11 @@ def without_autocast(x):
     return torch.autocast(x.device.type, enabled=False) if there else nullcontext()
 
 
-def short_conv(before, x, taps, same=None):
-    """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: before (B, n, C), x (B, T, C), taps (n + 1, C) -> (B, T, C).
-    same (B, T, n + 1): whether x_{t-n+j} belongs to the document of x_t."""
-    seen = torch.cat([before, x], 1)
-    rows = [seen[:, j: j + x.shape[1]] for j in range(len(taps))]
-    rows = rows if same is None else [row * here for row, here in zip(rows, same.to(x.dtype).split(1, -1))]
+def short_conv(x, taps, same=None):
+    """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: x (B, n + T, C), taps (n + 1, C) -> (B, T, C). same (B, T,
+    n + 1): whether x_{t-n+j} belongs to the document of x_t."""
+    rows = [x[:, j: j + x.shape[1] - len(taps) + 1] for j in range(len(taps))]
+    rows = rows if same is None else [row * here for row, here in zip(rows, same.split(1, -1))]
     return F.silu(sum(tap * row for tap, row in zip(taps.to(x.dtype), rows)))
 
 
@@ -198,14 +197,15 @@ def unit(x):
     return F.normalize(at_least_float32(x), dim=-1, eps=1e-6)
 
 
-def masked(gates, here, doc, pairs):
-    """Return gates that write, forget and carry nothing where `here` (B, T) is False, and whose windows hold pairs of
-    the token's document alone: doc (B, T) and pairs (B, window - 1 + T) are numbers of documents."""
-    keep, step, momentum, gate = gates
-    here = here[:, None]                                      # (B, 1, T), for all heads
+def masked(gates, doc, pairs, reset):
+    """Return gates that write, forget and carry nothing at masked tokens, and whose windows hold pairs of the token's
+    document alone. doc (B, T) and pairs (B, window - 1 + T): from `numbered`; reset (B, T) or None."""
+    keep, step, momentum, gate, _ = gates
+    here = pairs[:, None, -keep.shape[2]:] >= 0               # (B, 1, T), for all heads
     looks = (pairs.unfold(1, gate.shape[-1], 1) == doc[..., None])[:, None] & here[..., None]
     momentum = momentum if momentum is None else momentum.where(here, 1)
-    return omega.Gates(keep.where(here, 1), step.where(here, 0), momentum, gate * looks)
+    reset = reset if reset is None else reset[:, None].expand_as(keep)
+    return omega.Gates(keep.where(here, 1), step.where(here, 0), momentum, gate * looks, reset)
 
 
 class Memory(nn.Module):
@@ -280,32 +280,33 @@ class Memory(nn.Module):
         c = self.config
         check_input(x, c.n_embd, mask, reset)
         state = state or self.start(x)
-        if reset is not None and reset[:, (torch.arange(x.shape[1]) + state.fast.pos) % (c.shard or c.chunk) > 0].any():
-            raise ValueError(f"a reset stands where no {'shard' if c.shard else 'chunk'} begins; pad the text before it")
-        doc, pairs = documents(x, mask, reset, state.seen, c.window - 1)
-        *qkv, gates, tail = self.project(x, state, doc, pairs)
+        if reset is not None:
+            inside = (torch.arange(x.shape[1], device=x.device) + state.fast.pos) % (c.shard or c.chunk) > 0
+            if c.forget == "zero" or (reset & inside).any():
+                raise ValueError("reset needs forget='start', and stands only where a chunk (with shards: a shard) begins")
+        doc, pairs = numbered(x, mask, reset, state.seen, c.window - 1)
+        q, k, v, gates, tail = self.project(x, state, doc, pairs)
+        if doc is not None:                                   # shards sum up k k^T
+            k, gates = k * (pairs[:, None, -x.shape[1]:, None] >= 0), masked(gates, doc, pairs, reset)
         with without_autocast(x):
             learn = partial(shards.shards, c.shard) if c.shard else omega.omega
-            anew = None if reset is None else (reset, list(self.global_M0 or self.M0))
-            y, fast = learn(c.rule(), self.phi, *qkv, gates, state.fast, anew)
-        return self.finish(x, y), MemoryState(fast, tail, None if doc is None else (pairs == doc[:, -1:])[:, x.shape[1]:])
+            y, fast = learn(c.rule(), self.phi, q, k, v, gates, state.fast)
+        seen = None if doc is None else (pairs == doc[:, -1:])[:, x.shape[1]:]
+        return self.finish(x, y), MemoryState(fast, tail, seen)
 
     def project(self, x, state, doc=None, pairs=None):
-        """Return q, k, v (B, H, T, D), the gates, and what the convolution carries on. doc, pairs: from `documents`."""
+        """Return q, k, v (B, H, T, D), the gates, and what the convolution carries on. doc, pairs: from `numbered`."""
         qkv, n, same = self.qkv(x), self.conv_width - 1, None
         before = state.conv.to(qkv.dtype)
         if doc is not None:
-            here, docs = pairs[:, -x.shape[1]:] >= 0, F.pad(doc, (n, 0))
-            qkv, same = qkv * here[..., None], docs.unfold(1, n + 1, 1) == doc[..., None]
-        tail = torch.cat([before, qkv[:, -n:]], 1)[:, -n:]
-        tail = tail if doc is None else tail * (docs[:, -n:] == doc[:, -1:])[..., None]
-        qkv = F.silu(qkv) if self.conv is None else short_conv(before, qkv, self.conv, same)
+            here, docs = pairs[:, -x.shape[1]:, None] >= 0, F.pad(doc, (n, 0))
+            qkv, same = qkv * here, docs.unfold(1, n + 1, 1) == doc[..., None]
+        seen = torch.cat([before, qkv], 1)
+        tail = seen[:, -n:].clone() if doc is None else seen[:, -n:] * (docs[:, -n:] == doc[:, -1:])[..., None]
+        qkv = F.silu(qkv) if self.conv is None else short_conv(seen, self.conv, same)
         q, k, v = (heads(a, self.config.n_head) for a in qkv.chunk(3, -1))
         with without_autocast(x):
-            q, k, v, gates = unit(q), unit(k), at_least_float32(v), self.make_gates(x)            # choice 8
-            if doc is not None:
-                k, gates = k * here[:, None, :, None], masked(gates, here, doc, pairs)
-        return q, k, v, gates, tail
+            return unit(q), unit(k), at_least_float32(v), self.make_gates(x), tail                # choice 8
 
     def finish(self, x, y):
         """Apply the norm of each head, the output gate and the projection: y (B, H, T, D) -> (B, T, n_embd)."""

@@ -72,6 +72,7 @@ class Gates(NamedTuple):
     step: torch.Tensor                    # (B, H, T)
     momentum: torch.Tensor | None         # (B, H, T) in [0, 1); None: no momentum
     gate: torch.Tensor                    # (B, H, T, window); [..., -1] weighs the token itself
+    reset: torch.Tensor | None = None     # (B, H, T) bool, at first tokens of chunks: W - M0 and S become 0 before it
 
 
 class State(NamedTuple):
@@ -105,23 +106,16 @@ def total(state):
     return tuple(a + b for a, b in zip(M0, W)) if M0 else W
 
 
-def first_weights(state, M0):
-    """Return what W is before the first token, shaped as W: 0 where it counts from M0, else M0, matrices (H, in, out)."""
-    M0 = grown(M0, [w.shape[-2] for w in state.W])
-    return tuple(torch.zeros_like(w) if state.M0 else m.expand_as(w) for m, w in zip(M0, state.W))
-
-
 # ---- the definition
-def omega_ref(rule, phi, q, k, v, gates, state, anew=None):
+def omega_ref(rule, phi, q, k, v, gates, state):
     """Run the rule of the module docstring token by token (slow), with gradients of the printed loss by autograd.
-    q, k, v (B, H, T >= 1, D), gates and state as in their classes -> y (B, H, T, D), state. anew: (B, T) bool, which
-    tokens W and S begin anew at, the first of a chunk each; and M0, matrices (H, in, out). Raises ValueError for `exp`
-    features, for which phi(x) cannot be written out."""
+    q, k, v (B, H, T >= 1, D), gates and state as in their classes -> y (B, H, T, D), state. Raises ValueError for
+    `exp` features, for which phi(x) cannot be written out."""
     pos, n_past = state.pos, state.k.shape[2]                 # n_past pairs come from before these tokens
 
-    def one(M0, before, xq, q, xs, ks, vs, gates, begins, fresh):
-        """Run one sequence and head: phi(q) (T, E), q (T, D); phi(k), k, v (n_past + T, ..); begins (T,)."""
-        (W, S, anchor, U, due), (keep, step, momentum, gate) = before, gates
+    def one(M0, before, xq, q, xs, ks, vs, gates):
+        """Run one sequence and head: phi(q) (T, E), q (T, D); phi(k), k, v (n_past + T, ..)."""
+        (W, S, anchor, U, due), (keep, step, momentum, gate, reset) = before, gates
 
         def window_loss(W, recent, weights):
             return sum(w * memory.loss(rule.loss, M(W, xs[i], ks[i]), vs[i]) for w, i in zip(weights, recent))
@@ -133,8 +127,8 @@ def omega_ref(rule, phi, q, k, v, gates, state, anew=None):
         NS = lambda S: newton_schulz_ref(S, rule.ns_steps, rule.ns_coefficients)
         ys = []
         for t in range(len(q)):
-            W = tuple(torch.where(begins[t], w0, w) for w0, w in zip(fresh, W))
-            S = tuple(torch.where(begins[t], 0, s) for s in S)
+            if len(reset):                                                       # W is counted from M0
+                W, S = (tuple(a.where(~reset[t], 0) for a in these) for these in (W, S))
             if (pos + t) % rule.chunk == 0:
                 anchor = W                                                       # Eq 16; Eq 15 where chunk = 1
             recent = range(max(0, n_past + t - rule.window + 1), n_past + t + 1)  # the last `window` pairs
@@ -158,9 +152,7 @@ def omega_ref(rule, phi, q, k, v, gates, state, anew=None):
     M0 = tuple(m.expand(len(q), *m.shape) for m in state.M0)
     ks, vs = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
     before = state.W, state.S, state.anchor, state.U, state.due
-    begins, fresh = anew or (torch.zeros_like(q[:, 0, :, 0], dtype=torch.bool), state.W)
-    begins, fresh = begins[:, None].expand(q.shape[:3]), first_weights(state, fresh)
-    y, W, S, anchor, U, due = vmap(vmap(one))(M0, before, phi(q), q, phi(ks), ks, vs, gates, begins, fresh)
+    y, W, S, anchor, U, due = vmap(vmap(one))(M0, before, phi(q), q, phi(ks), ks, vs, gates)
     pos, first = (pos + q.shape[2]) % rule.chunk, max(0, n_past + q.shape[2] - rule.window + 1)
     return y, State(state.M0, W, S, anchor if pos else W, U, due, ks[:, :, first:], vs[:, :, first:], None, pos)
 
@@ -248,7 +240,7 @@ def muon_mixing(gates, m, begun, closes, due):
     the blocks that end here; due (.., 1, 1) of the last block. With momentum U_2 holds pairs of block 1, too, and in_U
     has one row more, for the last S_t, and one column more, for S_0.
     """
-    keep, step, momentum, gate = gates
+    keep, step, momentum, gate, _ = gates
     c, token = keep.shape[-1], torch.arange(begun, begun + keep.shape[-1], device=keep.device)
     blocks = -(-(begun + c) // m)
     ended = blocks if closes else (begun + c) // m
@@ -300,12 +292,10 @@ class Fast(NamedTuple):
     U: list                               # [] where a block begins
     due: torch.Tensor                     # (N, 1, 1, 1)
 
-    def renew(self, anew):
-        """Return W and S begun anew: anew is None, or begins (N,) bool and what W then is, matrices (N, in, out)."""
-        if anew is None:
-            return self
-        choose = lambda new, old: torch.where(anew[0][:, None, None], new, old)
-        return self._replace(W=[*map(choose, anew[1], self.W)], S=[choose(0, s) for s in self.S])
+    def renew(self, reset):
+        """Return the fast weights with W and S 0 for the sequences whose reset (N,) is True; None: for none."""
+        zero = lambda these: [a.where(~reset[:, None, None], 0) for a in these]
+        return self if reset is None else self._replace(W=zero(self.W), S=zero(self.S))
 
 
 def features(rule, phi, q, k):
@@ -397,18 +387,22 @@ def flat(a):
     return a.flatten(0, 1)
 
 
+def first_tokens(reset):
+    """Return an iterator over the chunks of reset (N, chunks, c): (N,) of each chunk's first token, or None."""
+    return repeat(None) if reset is None else iter(reset[..., 0].unbind(1))
+
+
 def entering(rule, found):
     """Return x and d of each matrix, with None for the x that are phi(k)."""
     return [(None if i < memory.firsts(rule.memory) else x, d) for i, (x, d) in enumerate(found)]
 
 
-def plain_run(rule, chunks, gates, fast, anew):
-    """Learn from chunks without Newton-Schulz, one after the other -> bases, coef and written of `read`, fast. anew:
-    for each chunk what Fast.renew takes."""
+def plain_run(rule, chunks, gates, fast):
+    """Learn from chunks without Newton-Schulz, one after the other -> bases, coef and written of `read`, fast."""
     bases, learned = [], []
     P, coef, rows, ends = mixing(gates)
-    for chunk, new, *last in zip(chunks.each(), anew, rows.unbind(1), ends.unbind(1)):
-        fast = fast.renew(new)
+    for chunk, reset, *last in zip(chunks.each(), first_tokens(gates.reset), rows.unbind(1), ends.unbind(1)):
+        fast = fast.renew(reset)
         bases.append([*zip(fast.W, fast.S)] if fast.S else [*zip(fast.W)])
         W, S, found = learn(rule, chunk, *last, fast)
         fast = fast._replace(W=W, S=S)
@@ -417,12 +411,13 @@ def plain_run(rule, chunks, gates, fast, anew):
     return (by_matrix(bases), [flat(a) for a in coef], written), fast
 
 
-def muon_run(rule, chunks, gates, fast, anew, begun, closes):
+def muon_run(rule, chunks, gates, fast, begun, closes):
     """Learn with Newton-Schulz; results as in plain_run, begun and closes as in muon_mixing (begun > 0: one chunk)."""
     bases, learned, written, m = [], [], None, rule.muon_every
     in_U, old_in_U, coef, due = muon_mixing(gates, m, begun, closes, fast.due)
-    for chunk, new, *made in zip(chunks.each(), anew, in_U.unbind(1), old_in_U.unbind(1), coef.unbind(1)):
-        fast = fast.renew(new)
+    parts = in_U.unbind(1), old_in_U.unbind(1), coef.unbind(1)
+    for chunk, reset, *made in zip(chunks.each(), first_tokens(gates.reset), *parts):
+        fast = fast.renew(reset)
         waited = [old for old in (fast.U, fast.S) if old and m > 1]
         W, S, U, O, found = muon_learn(rule, chunk, *made, fast)
         bases.append([(w, *o, *more) for w, o, *more in zip(fast.W, O, *waited)])
@@ -450,15 +445,14 @@ def compile_chunks(**options):
 AT_ONCE = 12_000_000  # numbers of phi(q) in one call of `advance`; it bounds the memory that a long text takes
 
 
-def omega(rule, phi, q, k, v, gates, state, anew=None):
+def omega(rule, phi, q, k, v, gates, state):
     """Run the rule chunk by chunk (Eq 16, 39, 40). Arguments and results as in `omega_ref`; it knows `exp`, too."""
     E = phi.out_dim if phi.kind != "exp" else phi.dim + state.keys.shape[2] + q.shape[2]
     at_once = max(1, AT_ONCE // max(1, q.shape[:2].numel() * E * rule.chunk))
-    pieces, ys, (begins, M0) = cuts(q.shape[2], state.pos, rule.chunk, at_once), [], anew or (None, None)
-    begins = begins if anew is None else begins[:, None]      # (B, 1, T)
-    parts = (repeat(None) if a is None else a.split([c * n for c, n in pieces], 2) for a in (begins, q, k, v, *gates))
-    for (_, count), new, q, k, v, *gates in zip(pieces, *parts):
-        y, state = advance(rule, phi, count, q, k, v, Gates(*gates), state, new, M0)
+    pieces, ys = cuts(q.shape[2], state.pos, rule.chunk, at_once), []
+    parts = (repeat(None) if a is None else a.split([c * n for c, n in pieces], 2) for a in (q, k, v, *gates))
+    for (_, count), q, k, v, *gates in zip(pieces, *parts):
+        y, state = advance(rule, phi, count, q, k, v, Gates(*gates), state)
         ys.append(y)
     return torch.cat(ys, 2) if len(ys) > 1 else ys[0], state
 
@@ -474,15 +468,14 @@ def cuts(T, pos, chunk, at_once):
     return pieces
 
 
-def advance(rule, phi, count, q, k, v, gates, state, begins=None, first=None):
-    """Run one of the pieces of `cuts`: q, k, v (B, H, count c, D), gates, state -> y (B, H, count c, D), state. begins:
-    (B, 1, count c) or None, and first, are the two parts of omega_ref's anew."""
+def advance(rule, phi, count, q, k, v, gates, state):
+    """Run one of the pieces of `cuts`: q, k, v (B, H, count c, D), gates, state -> y (B, H, count c, D), state."""
     (B, H, T, _), M0, m, c = q.shape, state.M0, rule.muon_every, q.shape[2] // count
     tokens = lambda a: a.flatten(0, 1).unflatten(1, (count, c))                  # (B, H, T, ..) -> (N, count, c, ..)
     ks, vs, gate, past = with_past(rule, state, k, v, gates.gate)
     n = c + ks.shape[2] - T
     pairs = lambda a: a.flatten(0, 1).unfold(1, n, c).movedim(-1, 2)             # n rows every c: (N, count, n, ..)
-    gates = Gates(*(None if a is None else tokens(a) for a in (*gates[:3], gate)))
+    gates = Gates(*(None if a is None else tokens(a) for a in (*gates[:3], gate, gates.reset)))
     cq, ck, cv = tokens(q), pairs(ks), pairs(memory.target(rule.memory, rule.loss, ks, vs))
     if phi.kind == "exp":
         state, xq, xk, x = write_keys(rule, state, q, k, ks)
@@ -493,19 +486,16 @@ def advance(rule, phi, count, q, k, v, gates, state, begins=None, first=None):
     matrices = lambda these: [a.expand(B, *a.shape[-3:]).flatten(0, 1) for a in these]           # -> (N, in, out)
     pos, begun, anchor = (state.pos + c) % rule.chunk, state.pos % m if m else 0, state.anchor if state.pos else ()
     parts = map(matrices, (state.M0, state.W, state.S, anchor, state.U if begun else ()))
-    fast, anew = Fast(*parts, state.due.view(-1, 1, 1, 1)), repeat(None)
-    if begins is not None:
-        begins, first = begins.expand(B, H, T)[..., ::c].flatten(0, 1).unbind(1), matrices(first_weights(state, first))
-        anew = ((chosen, first) for chosen in begins)
+    fast = Fast(*parts, state.due.view(-1, 1, 1, 1))
     rule = rule._replace(ball=0.0) if pos else rule           # W is bounded where a chunk ends
-    how = rule, chunks, gates, fast, anew
-    learned, fast = muon_run(*how, begun, not pos) if m else plain_run(*how)
+    learned, fast = muon_run(rule, chunks, gates, fast, begun, not pos) if m else plain_run(rule, chunks, gates, fast)
     f = read(rule, chunks.xq.flatten(0, 1), fast.M0, *learned)
     y = memory.output(rule.memory, f.view(B, H, T, -1), q, rule.norm)
     W, S, U = (tuple(a.unflatten(0, (B, H)) for a in these) for these in (fast.W, fast.S, fast.U))
     # M0 as it came, not grown by write_keys: models.detach tells parameters by their being leaves
-    begun_at = state.anchor if state.pos or not pos else tuple(w.unflatten(0, (B, H)) for w, *_ in learned[0])
-    return y, State(M0, W, S, begun_at if pos else W, U, fast.due.view(B, H), *past, state.keys, pos)
+    if pos:
+        anchor = state.anchor if state.pos else tuple(w.unflatten(0, (B, H)) for w, *_ in learned[0])
+    return y, State(M0, W, S, anchor if pos else W, U, fast.due.view(B, H), *past, state.keys, pos)
 
 
 def with_past(rule, state, k, v, gate):

@@ -50,12 +50,11 @@ def shards_ref(size, rule, phi, q, k, v, gates, state):
     return torch.cat(ys, 2), Shards(M0, whole, local if pos else None, kk if pos else torch.zeros_like(kk), pos)
 
 
-def shards(size, rule, phi, q, k, v, gates, state, anew=None):
-    """Compute `shards_ref` with all shards in parallel, as extra sequences of the batch. anew: as in omega_ref, but of
-    the first tokens of shards."""
+def shards(size, rule, phi, q, k, v, gates, state):
+    """Compute `shards_ref` with all shards in parallel, as extra sequences of the batch."""
     M0, whole, local, kk, pos = state
     slow, few = global_rule(rule, size, gates)
-    y, whole = omega.omega(slow, phi, q, k, v, few, whole, anew)
+    y, whole = omega.omega(slow, phi, q, k, v, few, whole)
     ys, B, pieces = [], len(q), cuts(q.shape[2], pos, size, q.shape[2])
     parts = (repeat(None) if a is None else a.split([c * n for c, n in pieces], 2) for a in (q, k, v, *gates))
     for (c, n), *part in zip(pieces, *parts):                 # (B, H, n c, ..) -> (n B, H, c, ..)

@@ -278,7 +278,7 @@ def test_losses_by_hand():
 
 # ---- omega.py: the chunk form is the token-by-token rule
 
-def problem(T=11, features="none", degree=2, momentum=True, S0=True, D=3, B=2, H=2, **rule):
+def problem(T=11, features="none", degree=2, momentum=True, S0=True, D=3, B=2, H=2, reset=(), **rule):
     """A random problem: the rule, phi, and every input by name, all of them leaves."""
     rule, phi = Rule(**dict(window=3, chunk=4) | rule), make_phi(features, D, degree)
     x = dict(q=unit(B, H, T, D), k=unit(B, H, T, D), v=randn(B, H, T, D), keep=0.5 + rand(B, H, T) / 2,
@@ -287,7 +287,11 @@ def problem(T=11, features="none", degree=2, momentum=True, S0=True, D=3, B=2, H
     x |= {f"M0.{i}": w for i, w in enumerate(weights(rule.memory, phi.out_dim, D, 3, H))}
     if S0 and momentum:
         x |= {f"S0.{i}": 0.3 * w for i, w in enumerate(weights(rule.memory, phi.out_dim, D, 3, B, H))}
-    return rule, phi, {name: a if a is None else a.requires_grad_() for name, a in x.items()}
+    x = {name: a if a is None else a.requires_grad_() for name, a in x.items()}
+    if reset:                                                 # the tokens at which row 0 begins anew
+        x["reset"] = torch.zeros(B, H, T, dtype=torch.bool)
+        x["reset"][0, :, list(reset)] = True
+    return rule, phi, x
 
 
 def filled(x, **numbers):
@@ -302,7 +306,7 @@ def play(fn, rule, phi, x, cuts=(), state=None):
     state = state or start(rule, phi, M0, len(x["q"]), momentum=x["momentum"] is not None)
     state = state._replace(S=S0) if S0 else state
     for i, (a, b) in enumerate(zip((0, *cuts), (*cuts, T))):
-        q, k, v, *gates = (None if x[name] is None else x[name][:, :, a:b] for name in ("q", "k", "v", *Gates._fields))
+        q, k, v, *gates = (None if x.get(name) is None else x[name][:, :, a:b] for name in ("q", "k", "v", *Gates._fields))
         y, state = (fn[i] if isinstance(fn, list) else fn)(rule, phi, q, k, v, Gates(*gates), state)
         ys.append(y)
     return torch.cat(ys, 2), state
@@ -338,6 +342,8 @@ EQUAL = {                                                     # differences from
     "blocks, ball":            dict(muon_every=3, ball=0.5, forget="start"),
     "block = chunk":           dict(muon_every=8, chunk=8, window=5, T=21),
     "cubic, six steps":        dict(muon_every=2, ns_steps=6, ns_coefficients="cubic", features="monomial"),
+    "reset":                   dict(reset=[4, 8, 20], forget="start", window=5, T=21),
+    "reset, blocks":           dict(reset=[8, 16], forget="start", chunk=8, muon_every=3, memory="linear", T=21),
 }
 
 
@@ -346,7 +352,8 @@ def test_omega_is_omega_ref(case, monkeypatch):
     """Outputs, end state, all outer gradients of the chunk form: whole, in pieces, token by token, and as on a GPU.
     Catches a slip in one form: an index, a coefficient, a gradient that stops, a state that the other cannot take."""
     rule, phi, x = problem(**case)
-    leaves, T = [a for a in x.values() if a is not None] + list(phi.parameters()), x["q"].shape[2]
+    leaves, T = [a for name, a in x.items() if a is not None and name != "reset"], x["q"].shape[2]
+    leaves += phi.parameters()
     results = lambda fn, cuts=(): with_gradients(leaves, fn, rule, phi, x, cuts)
     before, want = [a.detach().clone() for a in leaves], results(omega_ref)
     close(results(omega.omega), want)
@@ -631,6 +638,74 @@ def test_reading(preset, more):
         stores = {a.untyped_storage().data_ptr(): a.untyped_storage().nbytes() for a in tensors(state)}
         return models.state_bytes(state), sum(stores.values())
     assert (held(12) != held(24)) == models.holds_all(model.config)
+
+
+def memory_of(state):
+    """W and S of the first layer; of attention and of shards, whose last one ends in the padding, nothing."""
+    fast = getattr(getattr(state[0], "memory", state[0]), "fast", None)
+    return [*fast.W, *fast.S] if hasattr(fast, "W") else []
+
+
+def alone(model, rows, up):
+    """What each of rows, (1, T_i) tokens, says alone, W and S at its end, and the sum of its gradients."""
+    read = [model(row) for row in rows]
+    grads = torch.autograd.grad(sum((y * a).sum() for (y, _), a in zip(read, up)), list(model.parameters()))
+    return [y for y, _ in read], [memory_of(state) for _, state in read], grads
+
+
+@every_model
+def test_padding(preset, more):
+    """Rows padded on the right say what they say alone, whole and in pieces, and end with their own W and S; gradients,
+    too. Catches: padding that writes, decays, moves the momentum, or is seen by a window, attention or convolution."""
+    model, lengths = shaken(small(preset, **dict(max_norm=0.0) | more)), (16, 12, 6)     # a ball works at chunk's ends
+    x, real, up = tokens(3, 16), torch.arange(16) < torch.tensor(lengths)[:, None], randn(3, 16, 11)
+    rows = [x[i:i + 1, :n] for i, n in enumerate(lengths)]
+    wants, ends, grads = alone(model, rows, [a[:n] for a, n in zip(up, lengths)])
+    (y, state), want = model(x, None, real), torch.cat(wants, 1)[0]
+    close(y[real], want)
+    close(torch.autograd.grad((y * up)[real].sum(), list(model.parameters())), grads, 1e-9)
+    for i, end in enumerate(ends):                            # exp features: without the rows of the padding's keys
+        close([a[i:i + 1, :, :m.shape[2]] for a, m in zip(memory_of(state), end)], end)
+    def in_pieces(x, mask):
+        out, state = [], None
+        for piece in zip(x.tensor_split((3, 4, 5, 13), 1), mask.tensor_split((3, 4, 5, 13), 1)):
+            piece, state = model(piece[0], state, piece[1])
+            out.append(piece)
+        return torch.cat(out, 1)[mask]
+    close(in_pieces(x, real), want)
+    gaps = rand(3, 16) > 0.4                                  # and what stands in a gap makes no difference
+    close(in_pieces(x, gaps), in_pieces(torch.where(gaps, x, tokens(3, 16)), gaps))
+    with pytest.raises(ValueError, match="bool"):
+        model(x, None, real.long())
+
+
+@every_model
+def test_reset(preset, more):
+    """A row with a reset after a gap is two rows, whole, in pieces, with gradients. Catches: W, S, an
+    anchor, a pair, a key or the convolution's inputs of the earlier text; a reset of the whole batch."""
+    more = dict(more, persistent=0, **dict(attn_window=4, shard=4 if "shard" in more else 0))
+    more |= dict(attn_window=0) if preset == "transformer" else {}
+    model, x, up = shaken(small(preset, **more)), tokens(2, 16), randn(2, 16, 11)
+    reset, mask = torch.zeros(2, 16, dtype=torch.bool), torch.ones(2, 16, dtype=torch.bool)
+    reset[0, 8], mask[0, 7] = True, False
+    if more.get("forget") == "zero":
+        with pytest.raises(ValueError, match="forget"):
+            model(x, None, mask, reset)
+        return
+    rows = [(0, 0, 7), (0, 8, 16), (1, 0, 16)]
+    wants, _, grads = alone(model, [x[i:i + 1, a:b] for i, a, b in rows], [up[i, a:b] for i, a, b in rows])
+    y, want = model(x, None, mask, reset)[0], torch.cat(wants, 1)[0]
+    close(y[mask], want)
+    close(torch.autograd.grad((y * up)[mask].sum(), list(model.parameters())), grads, 1e-9)
+    for cuts in ((8,), (7, 9, 10)):
+        out, state = [], None
+        for piece in zip(*(a.tensor_split(tuple(cuts), 1) for a in (x, mask, reset))):
+            piece, state = model(piece[0], state, *piece[1:])
+            out.append(piece)
+        close(torch.cat(out, 1)[mask], want)
+    if not model.config.attention and model.config.chunk > 1:
+        with pytest.raises(ValueError, match="reset"):
+            model(x, None, mask, reset.roll(1, 1))
 
 
 @every_model

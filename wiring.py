@@ -46,7 +46,7 @@ def check_input(x, n_embd, *marks):
             raise ValueError(f"mask and reset are bool {tuple(x.shape[:2])}, not {a.dtype} {tuple(a.shape)}")
 
 
-def documents(x, mask, reset, seen, n):
+def numbered(x, mask, reset, seen, n):
     """Number the documents of x (B, T, ..), for a mask and a reset (B, T) or None. A token may look at a key if both
     have the same number. seen (B, n): which of the n keys before x belong to the first document; None: all.
 
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         w, pos = self.config.attn_window, state.pos if state else 0
         q, k, v = self.project(x)
         q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)                              # choice 17
-        doc, keys = documents(x, mask, reset, state and state.seen, state.k.shape[2] if state else 0)
+        doc, keys = numbered(x, mask, reset, state and state.seen, state.k.shape[2] if state else 0)
         if state:
             k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
         prefix = self.project_prefix(prefix, len(x)) if prefix is not None else (None, None)
@@ -118,7 +118,7 @@ class Attention(nn.Module):
 
 def attend(q, k, v, window, pk=None, pv=None, doc=None, keys=None):
     """Attend from q (B, H, T, D), the last T of n positions, to k, v (B, H, n, D) and to a prefix pk, pv. A position
-    sees the last `window` positions; 0: all. doc and keys, from `documents`: itself and those of its document. With a
+    sees the last `window` positions; 0: all. doc and keys, from `numbered`: itself and those of its document. With a
     window the work goes in pieces, linear in T."""
     T, w, before = q.shape[2], window, k.shape[2] - q.shape[2]
     if not before and pk is None and doc is None and (w == 0 or w >= T):
@@ -235,7 +235,7 @@ class Wiring(nn.Module):
         q = rope(a.q_norm(projected[-1][0]), pos)                                                # of x alone
         ks = torch.stack([rope(a.k_norm(k), pos) for _, k, _ in projected], 2)                   # (B, H, 2, T, D)
         vs = torch.stack([v for _, _, v in projected], 2)
-        doc, keys = documents(x, mask, reset, *((old.seen, old.k.shape[3]) if (old := state.attention) else (None, 0)))
+        doc, keys = numbered(x, mask, reset, *((old.seen, old.k.shape[3]) if (old := state.attention) else (None, 0)))
         if old:
             ks, vs = torch.cat([old.k, ks], 3), torch.cat([old.v, vs], 3)
         n, k, v = ks.shape[3], ks.flatten(2, 3), vs.flatten(2, 3)
