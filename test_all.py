@@ -641,9 +641,11 @@ def test_reading(preset, more):
 
 
 def memory_of(state):
-    """W and S of the first layer; of attention and of shards, whose last one ends in the padding, nothing."""
+    """W and S of the first layer; of shards, which end in the padding, the sum of k k^T; of attention nothing."""
     fast = getattr(getattr(state[0], "memory", state[0]), "fast", None)
-    return [*fast.W, *fast.S] if hasattr(fast, "W") else []
+    if isinstance(fast, shards.Shards):
+        return [] if hasattr(state[0], "memory") else [fast.kk]
+    return [] if fast is None else [*fast.W, *fast.S]
 
 
 def alone(model, rows, up):
