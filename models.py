@@ -216,7 +216,7 @@ class Memory(nn.Module):
             +-- gates -- keep, step, momentum, gate -----------------------+                                    * -- out
             +-- out_gate -- SiLU ------------------------------------------------------------------------------------+
 
-    With Newton-Schulz, updates take effect once every `muon_every` tokens; a shorter sequence reads M0 alone.
+    With Newton-Schulz, `muon_every` tokens share one update; before it, queries read their plain steps (choice 15).
     """
     conv_width = 4
 

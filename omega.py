@@ -21,15 +21,15 @@ at once by attention without a softmax: its scores are R X^T times P (X, D: the 
 
     r_t W_t = keepprod_t (r_t W_0) + u_t (r_t S_0) + ((P o R X^T) D)_t
 
-With Newton-Schulz, updates take effect once every m = muon_every tokens, at the last token of each block of m tokens;
-the end of a chunk ends a block, too (choice 15; m = 1 is the paper):
+With Newton-Schulz, each block of m = muon_every tokens makes one update of W, at its last token; the end of a chunk
+ends a block, too. Until then the plain steps wait in U, and queries read them from there (choice 15; m = 1 is the paper):
 
     U_t = keep_t U_{t-1} + step_t S_t,   due_t = keep_t due_{t-1} + step_t          both begin at 0 in each block
-    W_t = keep_t W_{t-1},   and at the last token of a block W_t = keep_t W_{t-1} - due_t NS(U_t)        Eq 32
-    y_t = M(phi(q_t); W_t - U_t)                              what waits in a block is read as plain steps wrote it
+    W_t = keep_t W_{t-1},   and at the last token of a block W_t = keep_t W_{t-1} - due_t NS(U_t), U_t = 0     Eq 32
+    y_t = M(phi(q_t); W_t - U_t)
 
 Then r_t W_t = keepprod_t (r_t W_0) + sum_j C[t, j] (r_t O_j). O_j is NS(U) of block j, and C[t, j] is -due of block j
-times the keeps since. And -U_t is the W_t of the rule without Newton-Schulz, begun from 0 in each block: `pending`.
+times the keeps since. -U_t is the W_t of the rule without Newton-Schulz, begun from 0 in each block: `pending`.
 
 With forget = "zero" keep decays W, as printed; with "start" it decays W - M0 (choice 21). Symbols: memory.py.
 """

@@ -4,8 +4,8 @@
 
 A shard is `size` tokens. The global memory V reads and writes all tokens; its chunk is one shard. The local memory W
 begins anew from M0 in each shard, so all shards of a text learn in parallel. A GPU then waits for fewer steps in a row.
-TNT reads V as it was before the shard. Here V is read after it has written (choice 3), except with Newton-Schulz,
-whose block is the whole shard.
+TNT reads V as it was before the shard. Here V is read after it has written (choice 3). With Newton-Schulz its block is
+the whole shard, whose plain steps wait and are read (choice 15).
 """
 from itertools import repeat
 from typing import NamedTuple
