@@ -171,7 +171,7 @@ class MemoryState(NamedTuple):
     """What a Memory carries from call to call."""
     fast: omega.State | shards.Shards     # the fast weights and what belongs to them
     conv: torch.Tensor                    # (B, 3, 3 H D), the last inputs of the convolution
-    seen: torch.Tensor | None = None      # (B, window - 1) bool: which of the last pairs later windows look at; None: all
+    seen: torch.Tensor | None = None      # (B, window - 1) bool: the last pairs that windows look at; None: all
 
 
 def without_autocast(x):
@@ -283,7 +283,7 @@ class Memory(nn.Module):
         if reset is not None:
             inside = (torch.arange(x.shape[1], device=x.device) + state.fast.pos) % (c.shard or c.chunk) > 0
             if c.forget == "zero" or (reset & inside).any():
-                raise ValueError("reset needs forget='start', and stands only where a chunk (with shards: a shard) begins")
+                raise ValueError("reset needs forget='start', and stands where a chunk (with shards: a shard) begins")
         doc, pairs = numbered(x, mask, reset, state.seen, c.window - 1)
         q, k, v, gates, tail = self.project(x, state, doc, pairs)
         if doc is not None:                                   # shards sum up k k^T

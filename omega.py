@@ -22,7 +22,7 @@ at once by attention without a softmax: its scores are R X^T times P (X, D: the 
     r_t W_t = keepprod_t (r_t W_0) + u_t (r_t S_0) + ((P o R X^T) D)_t
 
 With Newton-Schulz, each block of m = muon_every tokens makes one update of W, at its last token; the end of a chunk
-ends a block, too. Until then the plain steps wait in U, and queries read them from there (choice 15; m = 1 is the paper):
+ends a block, too. Until then plain steps wait in U, and queries read them there (choice 15; m = 1 is the paper):
 
     U_t = keep_t U_{t-1} + step_t S_t,   due_t = keep_t due_{t-1} + step_t          both begin at 0 in each block
     W_t = keep_t W_{t-1},   and at the last token of a block W_t = keep_t W_{t-1} - due_t NS(U_t), U_t = 0     Eq 32
@@ -260,8 +260,8 @@ def muon_mixing(gates, m, begun, closes, due):
 
 
 def pending(gates, m, begun, closes):
-    """Return -U_t, what waits in a block of m tokens, as coefficients: P of each x_i^T d_i, then of the old U and of S_0,
-    (.., c, 1) each. All are 0 where a block ends. begun and closes as in muon_mixing."""
+    """Return -U_t, what waits in a block of m tokens, as coefficients: P of each x_i^T d_i, then of the old U and of
+    S_0, (.., c, 1) each. All are 0 where a block ends. begun and closes as in muon_mixing."""
     c = gates.keep.shape[-1]
     token = torch.arange(begun, begun + c, device=gates.keep.device)
     waits = ((token % m < m - 1) & (token < begun + c - closes))[:, None]
@@ -330,8 +330,8 @@ def learn(rule, chunk, rows, ends, fast):
 
 
 def muon_learn(rule, chunk, in_U, old_in_U, coef, fast):
-    """Learn with Newton-Schulz, from what muon_mixing returns -> last W_t, S_t and U_t; O of each block that ends; x and
-    d of each matrix."""
+    """Learn with Newton-Schulz, from what muon_mixing returns -> last W_t, S_t and U_t; O of each block that ends; x
+    and d of each matrix."""
     n, ended, S, found = chunk.v.shape[1], coef.shape[-1] - 1, fast.S, gradients(rule, chunk, fast)
     new = [write(x, d, in_U[..., :n]) for x, d in found]      # of each matrix: each U, last S
     if S:                                                                        # Eq 33

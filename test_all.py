@@ -306,7 +306,8 @@ def play(fn, rule, phi, x, cuts=(), state=None):
     state = state or start(rule, phi, M0, len(x["q"]), momentum=x["momentum"] is not None)
     state = state._replace(S=S0) if S0 else state
     for i, (a, b) in enumerate(zip((0, *cuts), (*cuts, T))):
-        q, k, v, *gates = (None if x.get(name) is None else x[name][:, :, a:b] for name in ("q", "k", "v", *Gates._fields))
+        parts = map(x.get, ("q", "k", "v", *Gates._fields))
+        q, k, v, *gates = (part if part is None else part[:, :, a:b] for part in parts)
         y, state = (fn[i] if isinstance(fn, list) else fn)(rule, phi, q, k, v, Gates(*gates), state)
         ys.append(y)
     return torch.cat(ys, 2), state
