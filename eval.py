@@ -153,7 +153,9 @@ def probe_task(args, device):
         kept.append({name: a.mean((0, 1)).tolist() if a.dim() == 3 and name != "attn_gate" else a.mean().item()
                      for name, a in at.items()})
         mean = lambda name: at[name].mean((0, 1)).unfold(0, min(16, len(ids)), 1).mean(-1)
-        for name, seen in (("inner loss / inner loss without writes", mean("surprise") / mean("untaught")),
+        dot, taught, untaught = model.config.loss == "dot", mean("surprise"), mean("untaught")
+        change = taught - untaught if dot else taught / untaught                 # dot: at M0 it is 0, or of either sign
+        for name, seen in ((f"inner loss {'-' if dot else '/'} inner loss without writes", change),
                            ("step / its bound", mean("step") * model.config.chunk / model.config.max_step)):
             lines[f"layer {i + 1}: {name}"] = range(len(ids) - len(seen), len(ids)), seen.tolist()
         if "attn_gate" in at and len(ids) > 1 and min(moves := at["attn_gate"].std(1).mean(), at["share"]) < COLLAPSED:

@@ -35,6 +35,16 @@ EPS = 1e-6                                              # of the norm inside the
 LP = 3                                                  # MIRAS' Moneta: |y - v|_p^p / p with p = 3
 
 
+def at_least_float32(x):
+    """Return x, raised to float32 if it is bfloat16 or half: in bfloat16 a keep of 0.999 is 1."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def unit(x):
+    """Return x / |x|, and 0 for 0, in float32 at least."""
+    return F.normalize(at_least_float32(x), dim=-1, eps=1e-6)
+
+
 def shapes(kind, e, width, d):
     """Return the shapes of W, from E features through `width` hidden units to D outputs. KeyError if unknown."""
     return {"linear": [(e, d)], "mlp": [(e, width), (width, d)], "gated": [(e, width), (e, width), (width, d)]}[kind]

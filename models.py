@@ -8,15 +8,15 @@ The inner loop (omega.py) runs inside forward. It starts from M0 at the beginnin
 fast weights W of that sequence, and never touches a parameter. The `state` that forward returns holds what it learned.
 """
 import re
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_with_path
 from torch.utils.checkpoint import checkpoint
 
 import memory
@@ -24,10 +24,11 @@ import omega
 import poly
 import shards
 from common import UserError, check, opt
-from memory import LOSSES, MEMORIES
+from memory import LOSSES, MEMORIES, at_least_float32, unit
 from muon import COEFFICIENTS
 from poly import FEATURES, Features, features_dim
-from wiring import WIRINGS, Attention, Norm, Wiring, check_input, heads, numbered
+from wiring import (WIRINGS, Attention, AttentionState, Norm, Wiring, WiringState, check_input, check_state, heads,
+                    numbered)
 
 
 # ---- configuration
@@ -171,6 +172,7 @@ class MemoryState(NamedTuple):
     """What a Memory carries from call to call."""
     fast: omega.State | shards.Shards     # the fast weights and what belongs to them
     conv: torch.Tensor                    # (B, 3, 3 H D), the last inputs of the convolution
+    config: Config                        # of the layer that it fits
     seen: torch.Tensor | None = None      # (B, window - 1) bool: the last pairs that windows look at; None: all
 
 
@@ -186,15 +188,6 @@ def short_conv(x, taps, same=None):
     rows = [x[:, j: j + x.shape[1] - len(taps) + 1] for j in range(len(taps))]
     rows = rows if same is None else [row * here for row, here in zip(rows, same.split(1, -1))]
     return F.silu(sum(tap * row for tap, row in zip(taps.to(x.dtype), rows)))
-
-
-def at_least_float32(x):
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def unit(x):
-    """Return x / |x|, and 0 for 0, in float32 at least."""
-    return F.normalize(at_least_float32(x), dim=-1, eps=1e-6)
 
 
 def masked(gates, doc, pairs, reset):
@@ -220,7 +213,7 @@ class Memory(nn.Module):
     """
     conv_width = 4
 
-    def __init__(self, config):
+    def __init__(self, config, seed=0):
         super().__init__()
         self.config = config
         c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
@@ -228,7 +221,7 @@ class Memory(nn.Module):
         self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
         self.n_gates = [1, 1, int(c.momentum), c.window if c.window_gate == "token" else 0]      # as in make_gates
         self.gates = nn.Linear(d, H * sum(self.n_gates))
-        self.phi = Features(c.features, c.head_dim, c.degree, c.sketch_dim)
+        self.phi = Features(c.features, c.head_dim, c.degree, c.sketch_dim, seed)
         sizes = memory.shapes(c.memory, self.phi.out_dim, c.expansion * c.head_dim, c.head_dim)
         make = lambda: nn.ParameterList(nn.Parameter(torch.zeros(H, *s)) for s in sizes)
         self.M0, self.global_M0 = make(), make() if c.shard else ()
@@ -256,7 +249,8 @@ class Memory(nn.Module):
     def make_gates(self, x):
         """Return the omega.Gates of x: keep, step, momentum (B, H, T) and gate (B, H, T, window), token by token."""
         c = self.config
-        made = heads(self.gates(x.to(self.M0[0].dtype)), c.n_head)
+        weight, bias = map(at_least_float32, self.gates.parameters())
+        made = heads(F.linear(x.to(weight.dtype), weight, bias), c.n_head)
         keep, step, momentum, gate = made.split(self.n_gates, -1)
         opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
         step = c.max_step / c.chunk * opened                                                     # eta
@@ -270,15 +264,15 @@ class Memory(nn.Module):
         c, B = self.config, len(x)
         fast = omega.start(c.rule(), self.phi, list(self.global_M0 or self.M0), B, momentum=c.momentum)
         if c.shard:
-            kk = self.M0[0].new_zeros(B, c.n_head, c.head_dim, c.head_dim)
+            kk = fast.W[0].new_zeros(B, c.n_head, c.head_dim, c.head_dim)
             fast = shards.Shards(tuple(self.M0), fast, None, kk, 0)
-        return MemoryState(fast, x.new_zeros(B, self.conv_width - 1, self.qkv.out_features))
+        return MemoryState(fast, x.new_zeros(B, self.conv_width - 1, self.qkv.out_features), c)
 
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. mask and reset: as in LM. Raises
         ValueError as `check_input`, and for a reset where no chunk (with shards: no shard) begins."""
         c = self.config
-        check_input(x, c.n_embd, mask, reset)
+        check_input(self, x, state, mask, reset)
         state = state or self.start(x)
         if reset is not None:
             inside = (torch.arange(x.shape[1], device=x.device) + state.fast.pos) % (c.shard or c.chunk) > 0
@@ -292,7 +286,7 @@ class Memory(nn.Module):
             learn = partial(shards.shards, c.shard) if c.shard else omega.omega
             y, fast = learn(c.rule(), self.phi, q, k, v, gates, state.fast)
         seen = None if doc is None else (pairs == doc[:, -1:])[:, x.shape[1]:]
-        return self.finish(x, y), MemoryState(fast, tail, seen)
+        return self.finish(x, y), MemoryState(fast, tail, c, seen)
 
     def project(self, x, state, doc=None, pairs=None):
         """Return q, k, v (B, H, T, D), the gates, and what the convolution carries on. doc, pairs: from `numbered`."""
@@ -358,10 +352,10 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """x + layer(norm(x)), then x + SwiGLU(norm(x)): Figure 3 (left)."""
 
-    def __init__(self, config):
+    def __init__(self, config, layer=0):
         super().__init__()
         self.norm1, self.norm2 = Norm(config.n_embd), Norm(config.n_embd)
-        self.layer = Attention(config) if config.attention else Memory(config)
+        self.layer = Attention(config) if config.attention else Memory(config, seed=layer)
         if config.wiring != "lmm":
             self.layer = Wiring(config, self.layer)
         self.mlp = SwiGLU(config)
@@ -381,7 +375,7 @@ class LM(nn.Module):
         self.config = config
         self.remat = False                                    # train.py's --remat: backward computes each block again
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.norm = Norm(config.n_embd)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.init()
@@ -401,7 +395,7 @@ class LM(nn.Module):
 
     def forward(self, tokens, state=None, mask=None, reset=None):
         """Read tokens (B, T), an earlier state or None -> logits (B, T, vocab_size), state after the last token.
-        Any split of a sequence over calls gives the logits of the whole. ValueError for tokens of another shape.
+        Any split of a sequence over calls gives the logits of the whole. ValueError if tokens or state do not fit.
 
         mask (B, T) bool, False at padding: there nothing is written, forgotten or looked at. Chunks and blocks go on
         through padding, for all rows alike: a block that ends there writes what waits in it. reset (B, T) bool: True
@@ -438,21 +432,24 @@ class LM(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, state=None):
-        """Yield the next token (B,) max_new_tokens times, given tokens (B, T). With dropout call eval() first.
-        temperature 0 takes the likeliest token; top_k 0 and top_p 1 are off. `state` comes from a text before the
-        tokens. Each token costs the same, as long as the state does not grow (`holds_all`). Raises ValueError, at the
-        first token, for an empty prompt, or a temperature, top_k or top_p below 0."""
+        """Yield the next token (B,) max_new_tokens times, given tokens (B, T), and return the state after the tokens
+        and all drawn ones but the last, which is not read: state = yield from model.generate(..). `state` comes from a
+        text before the tokens. With dropout call eval() first. temperature 0 takes the likeliest token; top_k 0 and
+        top_p 1 are off. Each token costs the same, as long as the state does not grow (`holds_all`). Raises ValueError,
+        at the first token, for an empty prompt, or a temperature, top_k or top_p below 0."""
         if not tokens.numel():
             raise ValueError("a prompt is (B, T >= 1); to begin with nothing, give the token of a newline")
         if min(temperature, top_k, top_p) < 0:
             raise ValueError(f"temperature, top_k and top_p are at least 0, not {temperature}, {top_k}, {top_p}")
-        for _ in range(max_new_tokens):
+        for _ in range(max(1, max_new_tokens)):              # 0 reads the tokens, too
             with torch.inference_mode(), torch.compiler.set_stance("force_eager"):  # single tokens: too many shapes
                 for piece in tokens.split(1024, -1):          # the logits of a long prompt would fill the memory
                     logits, state = self(piece, state)
                 token = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
                 tokens = token[:, None]
-            yield token.clone()                               # outside of inference_mode: a tensor like any other
+            if max_new_tokens:
+                yield token.clone()                           # outside of inference_mode: a tensor like any other
+        return map_state(torch.clone, state)
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
@@ -468,10 +465,44 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     return order.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
 
+# ---- states: that of an LM is a tuple of one for each layer
+torch.serialization.add_safe_globals([Config, omega.State, shards.Shards, MemoryState, AttentionState, WiringState])
+
+
+def map_state(f, state, of_M0=lambda a, names, i: a):
+    """Return the state with f(a) in place of each tensor a. M0 has no batch axis and belongs to the model: it stays, or
+    of_M0(a, the names on the way to it, i) takes the place of its i-th matrix."""
+    def each(path, a):
+        names = [getattr(key, "name", None) for key in path]
+        return of_M0(a, names, path[-1].idx) if "M0" in names else f(a) if isinstance(a, torch.Tensor) else a
+    f = cache(f)                                              # where a chunk begins the anchor is W, and remains it
+    return tree_map_with_path(each, state)
+
+
 def detach(state):
-    """Return the state cut off from the autograd graph, for streams and for training on segments. The state refers to
-    M0, a parameter, which stays that parameter."""
-    return tree_map(lambda a: a.detach() if isinstance(a, torch.Tensor) and not a.is_leaf else a, state)
+    """Return the state cut off from the autograd graph, for streams and for training on segments."""
+    return map_state(torch.Tensor.detach, state)
+
+
+def select(state, rows):
+    """Return the state of these sequences of the batch (a list or tensor of indices): reordered, repeated, dropped."""
+    rows = torch.as_tensor(rows)
+    return map_state(lambda a: a[rows], state)
+
+
+def pack(state):
+    """Return the state without M0, for torch.save. `unpack` takes it back from torch.load(.., weights_only=True)."""
+    return map_state(torch.Tensor.detach, state, lambda *_: None)
+
+
+def unpack(model, packed):
+    """Return a packed state as one of this LM or layer, on its device. Raises ValueError if it does not fit."""
+    if isinstance(model, LM):
+        return tuple(unpack(block.layer, state) for block, state in zip(model.blocks, packed, strict=True))
+    check_state(model, packed)
+    inside, device = getattr(model, "memory", model), next(model.parameters()).device
+    M0 = lambda _, names, i: (inside.global_M0 if "whole" in names else inside.M0)[i]
+    return map_state(lambda a: a.to(device), packed, M0)
 
 
 def state_bytes(state):
@@ -497,20 +528,20 @@ def probe(model, tokens):
         share       ()               |o - o'| / |o|: what the layer says, o, and says if its memory cannot write, o'
         attn_gate   (B, T, n_embd)   MAG and MAC only: the attention gate, sigmoid(norm(M(..)))
     """
-    calls, found, T, writes = {}, [], tokens.shape[1], (model.config.max_step, model.config.keep)
-    layers = [block.layer for block in model.blocks]
-    handles = [m.register_forward_hook(lambda m, args, out: calls.setdefault(m, []).append((args, out)))
-               for layer in layers for m in (layer, *layer.children())]
-    model(tokens)
-    for handle in handles:
-        handle.remove()
+    calls, found, T, layers = {}, [], tokens.shape[1], [block.layer for block in model.blocks]
+    keep_call = lambda m, args, out: calls.setdefault(m, []).append((args, out))
+    with ExitStack() as hooks:
+        for m in (m for layer in layers for m in (layer, *layer.children())):
+            hooks.enter_context(m.register_forward_hook(keep_call))
+        model(tokens)
     for layer in layers:
         inside = getattr(layer, "memory", layer)              # the Memory of a Wiring; MAC calls it once a segment
         (x, *_), (o, _) = calls[layer][0]
         seen = [inside.watch(*args) for args, _ in calls[inside]]
-        model.config.max_step, model.config.keep = 0.0, False
-        share = (o - layer(x)[0]).norm() / o.norm()
-        model.config.max_step, model.config.keep = writes
+        with ExitStack() as undo:
+            undo.callback(vars(model.config).update, vars(model.config).copy())
+            model.config.max_step, model.config.keep = 0.0, False
+            share = (o - layer(x)[0]).norm() / o.norm().clamp_min(torch.finfo(o.dtype).tiny)     # 0 where o is 0
         at = {name: torch.cat([a[name] for a in seen], -1)[..., -T:] for name in seen[0]}   # no persistent tokens
         last = calls[inside][-1][1][1].fast
         W = last.W if last.M0 else [a - b for a, b in zip(last.W, inside.M0)]

@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 import memory
+from memory import at_least_float32
 from muon import newton_schulz, newton_schulz_ref
 from poly import kernel_rows
 
@@ -90,10 +91,10 @@ class State(NamedTuple):
 
 
 def start(rule, phi, M0, batch, momentum=True):
-    """Return the state before the first token: W = M0, S = 0 (choice 10). M0: matrices (H, in, out)."""
-    zeros = tuple(w.new_zeros(batch, *w.shape) for w in M0)
-    base = tuple(M0) if rule.forget == "start" else ()
-    W = zeros if base else tuple(w.expand(batch, *w.shape).clone() for w in M0)  # clone: AdamW steps in place
+    """Return the state before the first token: W = M0, S = 0 (choice 10). M0: matrices (H, in, out), of any type."""
+    raised, base = [at_least_float32(w) for w in M0], tuple(M0) if rule.forget == "start" else ()
+    zeros = tuple(w.new_zeros(batch, *w.shape) for w in raised)
+    W = zeros if base else tuple(w.expand(batch, *w.shape).clone() for w in raised)  # clone: AdamW steps in place
     empty = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
     keys, due = empty if phi.kind == "exp" else None, empty.new_zeros(empty.shape[:2])
     return State(base, W, zeros if momentum else (), W, zeros if rule.muon_every else (), due, empty, empty, keys, 0)
@@ -300,7 +301,8 @@ class Fast(NamedTuple):
 
 def features(rule, phi, q, k):
     """Return phi(q), phi(k), phi(q) phi(k)^T. With muon_every = 1 nothing waits, and None stands for the last."""
-    return phi(q), phi(k), None if rule.muon_every == 1 else phi.inner(q, k)
+    xq, xk = phi(q), phi(k)
+    return xq, xk, None if rule.muon_every == 1 else phi.inner(q, k, xq, xk)
 
 
 def gradients(rule, chunk, fast):
@@ -483,7 +485,7 @@ def advance(rule, phi, count, q, k, v, gates, state):
     else:
         xq, xk, qk = features(rule, phi, cq, ck)
         chunks = Chunks(xq, xk, xk, cv, qk)
-    matrices = lambda these: [a.expand(B, *a.shape[-3:]).flatten(0, 1) for a in these]           # -> (N, in, out)
+    matrices = lambda these: [at_least_float32(a).expand(B, *a.shape[-3:]).flatten(0, 1) for a in these]  # (N, in, out)
     pos, begun, anchor = (state.pos + c) % rule.chunk, state.pos % m if m else 0, state.anchor if state.pos else ()
     parts = map(matrices, (state.M0, state.W, state.S, anchor, state.U if begun else ()))
     fast = Fast(*parts, state.due.view(-1, 1, 1, 1))

@@ -65,11 +65,12 @@ class Features(nn.Module):
             raise ValueError("exp features are infinitely many; only omega.omega has them, by their kernel")
         if self.kind == "none":
             return x
-        s, one = self.scale, torch.ones_like(x[..., :1])
+        s, one = self.scale.to(x.dtype), torch.ones_like(x[..., :1])
         if self.kind == "elementwise":
             return sum(s[i] * x ** i for i in range(self.degree + 1))
         if self.kind == "sketch":
-            return torch.cat([s[0] * one, s[1] * x, (s[2] * x) @ self.sketch[0] * (x @ self.sketch[1])], -1)
+            a, b = self.sketch.to(x.dtype)
+            return torch.cat([s[0] * one, s[1] * x, (s[2] * x) @ a * (x @ b)], -1)
         x = x.mT.contiguous()                                 # (.., D, T): products run along the tokens
         pieces = [s[0] * one.mT]                              # Eq 5: degree 0, 1, .., p
         for p in range(1, self.degree + 1):
@@ -77,13 +78,13 @@ class Features(nn.Module):
                 pieces += monomials(x, exponents, s[p])
         return torch.cat(pieces, -2).mT
 
-    def inner(self, x, y):
-        """Return phi(x) phi(y)^T, by the kernel where there is one: (.., n, dim), (.., m, dim) -> (.., n, m)."""
+    def inner(self, x, y, px=None, py=None):
+        """Return phi(x) phi(y)^T, by the kernel or from px = phi(x), py = phi(y); x (.., n, dim), y (.., m, dim)."""
         if self.kind == "exp":
             return (x @ y.mT).exp()                                              # Eq 23
         if self.kind != "monomial":
-            return self(x) @ self(y).mT
-        dots, a = x @ y.mT, self.scale.square()
+            return px @ py.mT
+        dots, a = x @ y.mT, self.scale.to(x.dtype).square()
         out = a[self.degree]
         for i in reversed(range(self.degree)):                                   # Eq 5, by Horner's scheme
             out = out * dots + a[i]

@@ -11,9 +11,9 @@ from itertools import repeat
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 import omega
+from memory import unit
 from omega import Gates, State, cuts, omega_ref, start
 
 
@@ -32,11 +32,6 @@ def global_rule(rule, size, gates):
     return whole, gates._replace(step=gates.step * (rule.chunk / size))
 
 
-def projected(kq):
-    """Scale kq = sum_s k_s (k_s . q), the queries of a local memory, to unit length."""
-    return F.normalize(kq, dim=-1, eps=1e-6)
-
-
 def shards_ref(size, rule, phi, q, k, v, gates, state):
     """Run the rule of the module docstring token by token. Arguments and results as in omega_ref; state: a Shards."""
     ys, (M0, whole, local, kk, pos) = [], state
@@ -45,7 +40,7 @@ def shards_ref(size, rule, phi, q, k, v, gates, state):
             local, kk = start(rule, phi, M0, len(q), gates.momentum is not None), torch.zeros_like(kk)
         kk, pos, (slow, few) = kk + k.mT @ k, (pos + 1) % size, global_rule(rule, size, Gates(*gate))
         y, whole = omega_ref(slow, phi, q, k, v, few, whole)
-        z, local = omega_ref(rule, phi, projected(q @ kk), k, v, Gates(*gate), local)
+        z, local = omega_ref(rule, phi, unit(q @ kk), k, v, Gates(*gate), local)
         ys.append(y + z)
     return torch.cat(ys, 2), Shards(M0, whole, local if pos else None, kk if pos else torch.zeros_like(kk), pos)
 
@@ -62,7 +57,7 @@ def shards(size, rule, phi, q, k, v, gates, state):
         if not pos:
             local, kk = start(rule, phi, M0, n * B, gates.momentum is not None), torch.zeros_like(kk[:1])
         kq = (q @ k.mT).tril() @ k + q @ kk
-        z, local = omega.omega(rule, phi, projected(kq), k, v, Gates(*gate), local)
+        z, local = omega.omega(rule, phi, unit(kq), k, v, Gates(*gate), local)
         ys.append(z.unflatten(0, (n, B)).movedim(0, 2).flatten(2, 3))
         kk, pos = kk + k.mT @ k, (pos + c) % size
         if not pos:

@@ -37,13 +37,32 @@ def heads(x, H):
     return x.unflatten(-1, (H, -1)).transpose(1, 2)
 
 
-def check_input(x, n_embd, *marks):
-    """Raise ValueError if a layer's x is not (B >= 1, T >= 1, n_embd), or its mask or reset not (B, T) bool."""
-    if x.dim() != 3 or not x.numel() or x.shape[2] != n_embd:
-        raise ValueError(f"a layer reads (B, T >= 1, {n_embd}), not {tuple(x.shape)}; one sequence is x[None]")
+def check_input(layer, x, state, *marks):
+    """Raise ValueError if a layer's x is not (B >= 1, T >= 1, n_embd), if its mask or reset is not (B, T) bool, or if a
+    state does not fit the layer and x."""
+    if x.dim() != 3 or not x.numel() or x.shape[2] != layer.config.n_embd:
+        raise ValueError(f"a layer reads (B, T >= 1, {layer.config.n_embd}), not {tuple(x.shape)}; one text is x[None]")
     for a in marks:
         if a is not None and (a.shape != x.shape[:2] or a.dtype != torch.bool):
             raise ValueError(f"mask and reset are bool {tuple(x.shape[:2])}, not {a.dtype} {tuple(a.shape)}")
+    if state:
+        check_state(layer, state, len(x))
+
+
+MATTER = ("batch", "n_layer", "n_head", "head_dim", "attention", "attn_window", "wiring", "memory", "expansion",
+          "features", "degree", "sketch_dim", "window", "chunk", "momentum", "muon", "muon_every", "forget", "shard")
+
+
+def check_state(layer, state, batch=None):
+    """Raise ValueError if the state does not fit the layer, or a batch of another size; say which of MATTER
+    differ."""
+    if not hasattr(state, "config"):
+        raise ValueError(f"a layer takes a state of its own, not a {type(state).__name__}")
+    n = len(getattr(state, "memory", state)[1])               # of a convolution, or of v
+    here, there = vars(layer.config) | dict(batch=batch or n), vars(state.config) | dict(batch=n)
+    differ = [f"its {name} is {there[name]}, not {here[name]}" for name in MATTER if there[name] != here[name]]
+    if differ:
+        raise ValueError("the state fits another layer or input: " + ", ".join(differ))
 
 
 def numbered(x, mask, reset, seen, n):
@@ -65,7 +84,8 @@ class AttentionState(NamedTuple):
     k: torch.Tensor                       # (B, H, n, D), n < attn_window if there is one; in MAC (B, H, 2, n, D): h, x
     v: torch.Tensor                       # likewise
     pos: int                              # tokens so far; in MAC: of the segment
-    seen: torch.Tensor | None             # (B, n) bool: which k later tokens may look at; None: all
+    config: object                        # models.Config of the layer that it fits
+    seen: torch.Tensor | None = None      # (B, n) bool: which k later tokens may look at; None: all
 
 
 def rope(x, pos):
@@ -73,9 +93,9 @@ def rope(x, pos):
     half, exact = x.shape[-1] // 2, torch.float32 if x.device.type == "mps" else torch.float64   # long streams need it
     freq = 10000.0 ** (-torch.arange(half, device=x.device, dtype=exact) / half)
     turns = torch.arange(pos, pos + x.shape[2], device=x.device, dtype=exact)[:, None] * (freq / (2 * math.pi))
-    angle = (2 * math.pi * turns.frac()).to(x.dtype)
+    angle = (2 * math.pi * turns.frac()).to(torch.promote_types(x.dtype, torch.float32))
     cos, sin, a, b = angle.cos(), angle.sin(), x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -102,7 +122,7 @@ class Attention(nn.Module):
     def forward(self, x, state=None, mask=None, reset=None, prefix=None):
         """Read x (B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState. mask and
         reset: as in models.LM."""
-        check_input(x, self.config.n_embd, mask, reset)
+        check_input(self, x, state, mask, reset)
         w, pos = self.config.attn_window, state.pos if state else 0
         q, k, v = self.project(x)
         q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)                              # choice 17
@@ -113,7 +133,7 @@ class Attention(nn.Module):
         y = attend(q, k, v, w, *prefix, doc, keys)
         kept = [a[:, :, max(0, k.shape[2] - w + 1):].clone() if w else a for a in (k, v)]   # a view holds all
         seen = None if doc is None else (keys == doc[:, -1:])[:, k.shape[2] - kept[0].shape[2]:]
-        return self.out(y.transpose(1, 2).flatten(2)), AttentionState(*kept, pos + x.shape[1], seen)
+        return self.out(y.transpose(1, 2).flatten(2)), AttentionState(*kept, pos + x.shape[1], self.config, seen)
 
 
 def attend(q, k, v, window, pk=None, pv=None, doc=None, keys=None):
@@ -143,6 +163,7 @@ class WiringState(NamedTuple):
     memory: tuple | None                  # models.MemoryState
     attention: AttentionState | None      # in MAC: the segment in progress
     frozen: tuple                         # in MAC: fast weights and keys at the start of the segment
+    config: object                        # models.Config of the layer that it fits
 
 
 class Wiring(nn.Module):
@@ -164,6 +185,10 @@ class Wiring(nn.Module):
         if self.persistent is not None:
             nn.init.normal_(self.persistent)
 
+    def __getstate__(self):
+        """Return what deepcopy and pickle take: all but the graph that the last call has left for LM.loss."""
+        return self.__dict__ | dict(undecided=[])
+
     def set_floor(self, done):
         """Set the least weight of the memory's own output (--memory-floor) for a run of which this share is done."""
         floors = [float(f) for f in self.config.memory_floor.split(",")]
@@ -172,11 +197,11 @@ class Wiring(nn.Module):
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. mask and reset: as in models.LM.
         Raises ValueError as `check_input`, and for a reset where p stand before a text or inside of a MAC segment."""
-        check_input(x, self.config.n_embd, mask, reset)
+        check_input(self, x, state, mask, reset)
         if reset is not None and self.persistent is not None:
             raise ValueError("reset needs persistent=0: learned tokens stand before the first text of a row alone")
         self.undecided = []
-        return getattr(self, self.config.wiring)(x, state or WiringState(None, None, ()), mask, reset)
+        return getattr(self, self.config.wiring)(x, state or WiringState(None, None, (), self.config), mask, reset)
 
     def remember(self, x, state, mask, reset):
         """Read x with the memory, after p at the start of a sequence -> M(p | x), state, the number of p in it."""
@@ -250,4 +275,5 @@ class Wiring(nn.Module):
         y = a.out(y.transpose(1, 2).flatten(2))
         m, inner = self.memory(y, inner, mask, reset)                                            # Titans Eq 24
         seen = None if doc is None else keys == doc[:, -1:]
-        return self.gated(y, m), WiringState(inner, AttentionState(ks, vs, pos + T, seen), frozen)      # Titans Eq 25
+        attention = AttentionState(ks, vs, pos + T, self.config, seen)
+        return self.gated(y, m), WiringState(inner, attention, frozen, self.config)              # Titans Eq 25
