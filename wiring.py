@@ -49,13 +49,13 @@ def check_input(layer, x, state, *marks):
         check_state(layer, state, len(x))
 
 
+# what a state depends on: the batch, and settings
 MATTER = ("batch", "n_layer", "n_head", "head_dim", "attention", "attn_window", "wiring", "memory", "expansion",
           "features", "degree", "sketch_dim", "window", "chunk", "momentum", "muon", "muon_every", "forget", "shard")
 
 
 def check_state(layer, state, batch=None):
-    """Raise ValueError if the state does not fit the layer, or a batch of another size; say which of MATTER
-    differ."""
+    """Raise ValueError if the state does not fit the layer, or a batch of another size; say what differs."""
     if not hasattr(state, "config"):
         raise ValueError(f"a layer takes a state of its own, not a {type(state).__name__}")
     n = len(getattr(state, "memory", state)[1])               # of a convolution, or of v
