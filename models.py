@@ -537,14 +537,15 @@ def probe(model, tokens):
     for layer in layers:
         inside = getattr(layer, "memory", layer)              # the Memory of a Wiring; MAC calls it once a segment
         (x, *_), (o, _) = calls[layer][0]
-        seen = [inside.watch(*args) for args, _ in calls[inside]]
+        seen = [inside.watch(*args[:2]) for args, _ in calls[inside]]
         with ExitStack() as undo:
             undo.callback(vars(model.config).update, vars(model.config).copy())
             model.config.max_step, model.config.keep = 0.0, False
             share = (o - layer(x)[0]).norm() / o.norm().clamp_min(torch.finfo(o.dtype).tiny)     # 0 where o is 0
         at = {name: torch.cat([a[name] for a in seen], -1)[..., -T:] for name in seen[0]}   # no persistent tokens
         last = calls[inside][-1][1][1].fast
-        W = last.W if last.M0 else [a - b for a, b in zip(last.W, inside.M0)]
+        M0 = omega.grown(inside.M0, [w.shape[-2] for w in last.W])
+        W = [a - b for a, b in zip(omega.total(last), M0)]
         for name, matrices in ("written", W), ("S", last.S):
             if matrices:
                 at[name] = sum(w.square().sum((-2, -1)) for w in matrices).sqrt()
