@@ -84,7 +84,7 @@ def speak(args):
     model, tokenizer = rebuild(ckpt)
     origin = [ckpt["config"], ckpt["step"], ckpt["seconds"]]  # no other training took exactly as long
     state, ids = load_state(args.load_state, origin, model.to(device)) if args.load_state else (None, [])
-    ids = [*ids, *(encode_prompt(tokenizer, prompt) if prompt or not ids else ())]
+    ids = [*ids, *map(int, encode_prompt(tokenizer, prompt) if prompt or not ids else ())]
     print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, state=state,
                generator=torch.Generator(device).manual_seed(args.seed))
