@@ -50,7 +50,7 @@ class TrainConfig:
     tokenizer: str = opt("char", "bpe: byte pairs learned from your text; gpt2: the ones of GPT-2", choices=TOKENIZERS)
     bpe_size: int = opt(1024, "largest vocabulary of --tokenizer bpe", low=256)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv, config.json; an earlier run moves to OUT/old-N")
-    resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings (but not --device, --threads, --compile)")
+    resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings, or lower rates; not its device, threads, compile")
     init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and tokenizer")
     steps: int = opt(600, "optimizer steps", low=1)
     seed: int = opt(1337, "seed of weights, batches and dropout", high=2**40)
@@ -340,8 +340,7 @@ def train(model, optimizers, run, task):
 
 @contextmanager
 def noted_signals():
-    """Yield a list to which the first Ctrl-C, SIGTERM or SIGHUP is added; a second one stops at once. What was ignored
-    at the start, as nohup does, stays ignored."""
+    """Yield a list to which Ctrl-C, SIGTERM and SIGHUP are added; a second of the first two stops at once."""
     noted, hangup = [], getattr(signal, "SIGHUP", signal.SIGTERM)         # Windows has none
 
     def note(number, frame):
@@ -353,7 +352,7 @@ def noted_signals():
             os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")
     with ExitStack() as restore:
         for number in {signal.SIGINT, signal.SIGTERM, hangup}:
-            if number != hangup or signal.getsignal(number) != signal.SIG_IGN:
+            if number != hangup or signal.getsignal(number) != signal.SIG_IGN:         # nohup ignores it
                 restore.callback(signal.signal, number, signal.signal(number, note))
         yield noted
 
@@ -364,7 +363,7 @@ COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"]        
 
 def open_logs(out, run, columns):
     """Prepare OUT for the steps after run["step"] -> functions that log a row. An earlier run moves to OUT/old-N."""
-    names = "ckpt.pt", "best.pt", "log.csv", "config.json", "events.out.tfevents.*"         # the last: TensorBoard's
+    names = "ckpt.pt", "best.pt", "log.csv", "config.json", "events.out.tfevents.*"         # these by TensorBoard
     left = [path for name in names for path in out.glob(name)]
     if left and run["step"] == 0:
         old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
@@ -460,7 +459,8 @@ def compile_model(model, task):
         task.loss(model, 0).backward()
     except Exception as fault:                                # one that is not the compiler's comes again without it
         torch.compiler.set_stance("force_eager")
-        say(f"warning: torch.compile failed, going on without it: {' '.join(str(fault).split())[:400]}")
+        why = " ".join(str(fault).partition("Set TORCH")[0].split())[:400]
+        say(f"warning: torch.compile failed, going on without it: {why}")
     model.zero_grad()
 
 
@@ -477,7 +477,7 @@ def launch(given, settings=settings, make_task=Text, text=True):
 
 
 def run_alone(given, settings, make_task, text):
-    """Make the run of `launch`, to which OUT belongs."""
+    """Make the run of `launch`, for which OUT is locked."""
     resume = given.get("resume")
     source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
     old = load_checkpoint(source, text) if source else None
