@@ -50,7 +50,7 @@ class TrainConfig:
     tokenizer: str = opt("char", "bpe: byte pairs learned from your text; gpt2: the ones of GPT-2", choices=TOKENIZERS)
     bpe_size: int = opt(1024, "largest vocabulary of --tokenizer bpe", low=256)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv, config.json; an earlier run moves to OUT/old-N")
-    resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings or lower rates; device, threads and compile anew")
+    resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings, but any device, threads, compile, lower rates")
     init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and tokenizer")
     steps: int = opt(600, "optimizer steps", low=1)
     seed: int = opt(1337, "seed of weights, batches and dropout", high=2**40)
