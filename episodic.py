@@ -52,7 +52,8 @@ USUAL = {"episodes": dict(out="out-episodes", model="omeganet", seq_len=24, batc
                           lr=3e-3, embed_lr=0.3, n_layer=1, n_embd=192, n_head=8, head_dim=16, chunk=24, tie=True),
          "grok": dict(out="out-grok", model="transformer", seq_len=3, batch_size=512, steps=800, lr=2e-3, beta2=0.98,
                       weight_decay=1.5, grad_clip=0.0, share=0.5, n_layer=1, n_embd=128, n_head=4)}
-NO_FLAG = "size tokenizer bpe_size init grad_accum telemetry wandb tensorboard dtype compile remat".split()
+NO_FLAG = ("size tokenizer bpe_size init grad_accum telemetry wandb tensorboard dtype compile remat "
+           "report_tokens").split()
 
 
 def settings(given, old=None):
