@@ -121,6 +121,14 @@ class WiringState(NamedTuple):
     frozen: tuple                         # in MAC: fast weights and keys at the start of the segment
 
 
+def set_floor(model, done):
+    """Set the least weight of the memory's own output (--memory-floor) for a run of which this share is done."""
+    for m in model.modules():
+        if isinstance(m, Wiring):
+            floors = [float(f) for f in m.config.memory_floor.split(",")]
+            m.floor = floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
+
+
 class Wiring(nn.Module):
     """Attention wired with `memory`, a models.Memory, by config.wiring (formulas: the module docstring)."""
 
@@ -132,18 +140,13 @@ class Wiring(nn.Module):
         self.persistent = nn.Parameter(torch.zeros(config.persistent, config.n_embd)) if config.persistent else None
         self.y_norm = Norm(config.n_embd) if config.wiring != "mal" else None
         self.m_norm = Norm(config.n_embd)
-        self.set_floor(1.0)
+        set_floor(self, 1.0)
         self.init()
 
     def init(self):
         """Set the starting values that its parts have not set."""
         if self.persistent is not None:
             nn.init.normal_(self.persistent)
-
-    def set_floor(self, done):
-        """Set the least weight of the memory's own output (--memory-floor) for a run of which this share is done."""
-        floors = [float(f) for f in self.config.memory_floor.split(",")]
-        self.floor = floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
 
     def forward(self, x, state=None):
         """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. ValueError as `check_input`."""
