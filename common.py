@@ -5,11 +5,11 @@
 import argparse
 import csv
 import importlib.util
-import math
 import os
+import platform
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field, fields
 from pathlib import Path
 
@@ -26,10 +26,10 @@ class Halt(Exception):
 
 
 def say(text):
-    """Print a line. A run outlives its reader, as in `| head`, because it still has files to save."""
+    """Print a line. A run outlives its reader, as in `| head`, and its terminal: it still has files to save."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
+    except OSError:                                           # EPIPE, or EIO of a terminal
         sys.stdout = open(os.devnull, "w")
 
 
@@ -54,9 +54,9 @@ def exit_code(task):
 
 
 # ---- settings and flags
-def opt(default, help, choices=None, low=0):
-    """Return a dataclass field that is a flag with this help; `low` is the least number that `check` accepts."""
-    return field(default=default, metadata=dict(help=help, choices=choices, low=low))
+def opt(default, help, choices=None, low=0, high=2**31):
+    """Return a dataclass field that is a flag with this help; `check` accepts numbers from low on, below high."""
+    return field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
 
 
 def flag(name):
@@ -65,14 +65,14 @@ def flag(name):
 
 
 def check(config):
-    """Raise UserError for a field of another type, a number that is not finite or below `low`, an unknown choice."""
+    """Raise UserError for a field of another type, a number out of range or nan, an unknown choice."""
     for f in fields(config):
-        value, choices, low = getattr(config, f.name), f.metadata["choices"], f.metadata["low"]
+        value, (choices, low, high) = getattr(config, f.name), map(f.metadata.get, ("choices", "low", "high"))
         kind = (int, float) if f.type is float else f.type
         if not isinstance(value, kind) or isinstance(value, bool) != (f.type is bool):
             raise UserError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
-        if f.type in (int, float) and not low <= value < math.inf:               # false for nan, too
-            raise UserError(f"{flag(f.name)} must be at least {low}, not {value}")
+        if f.type in (int, float) and not low <= value < high:                   # false for nan, too
+            raise UserError(f"{flag(f.name)} must be at least {low} and below {high}, not {value}")
         if choices and value not in choices:
             raise UserError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
 
@@ -168,6 +168,34 @@ def check_files(plot, file):
             raise UserError(f"cannot write {path}; give another file, or make its folder")
 
 
+@contextmanager
+def locked(folder):
+    """Make a folder and hold it for this process. Raises UserError where another one does, which it names, or where no
+    file can be written. The kernel frees the lock of a killed process. A new folder that stays empty is removed."""
+    new, lock = [path for path in (folder, *folder.parents) if not path.exists()], folder / "lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = lock.open("a+")
+    except OSError as fault:
+        raise UserError(f"cannot write in --out {folder} ({fault.strerror}); give another folder") from None
+    with file:
+        try:
+            import fcntl
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--out {folder} is in use by {lock.read_text()}; give another, or end that run") from None
+        except (ImportError, OSError):                        # Windows and some network disks have no such lock
+            pass
+        try:
+            lock.write_text(f"process {os.getpid()} on {platform.node()}")
+            yield
+        finally:
+            with suppress(OSError):
+                lock.unlink()
+                for path in new:
+                    path.rmdir()
+
+
 def need(package):
     """Raise UserError where an optional package is missing; called before the work begins."""
     if not importlib.util.find_spec(package):
@@ -210,7 +238,8 @@ def save(figure, path):
 def curve(out, name):
     """Return the steps and the values of a column of OUT/log.csv."""
     try:
-        rows = list(csv.DictReader(Path(out, "log.csv").open()))
+        if not (rows := list(csv.DictReader(Path(out, "log.csv").open()))):
+            raise ValueError("no step is logged yet")
         return list(zip(*((int(row["step"]), float(row[name])) for row in rows if row.get(name))))
     except (OSError, KeyError, ValueError) as fault:
         raise UserError(f"cannot read {Path(out, 'log.csv')}: {fault}; give --plot folders of runs") from None

@@ -69,7 +69,8 @@ def text_task(args, device):
         part = "the validation files" if corpus.tokens else "the last tenth"
         other = "" if corpus.sha256 == ckpt["data"]["sha256"] else "; not the text of the training"
         say(f"{part} of {corpus.used}, {len(val):,} tokens{other}" + "; the memory writes nothing" * args.no_write)
-        loss, (at, n) = train.report(model, tokenizer, val, T, args.batch_size), position_loss(model, *how)
+        loss = train.report(model, tokenizer, val, T, args.batch_size, max_tokens=args.report_tokens)
+        at, n = position_loss(model, *how)
         say(f"\nby position, mean of {n} windows of {len(at)}; trained on {T}\n  tokens before   nats/token")
         for a, b in buckets(len(at)):
             say(f"  {a + 1:6d} - {b:6d}   {at[a:b].mean().item():.4f}" + "   longer than in training" * (b > T))
@@ -271,9 +272,10 @@ def mixing_task(args, device):
 TASKS = dict(text=text_task, probe=probe_task, online=online_task, capacity=capacity_task, mixing=mixing_task)
 BY_TASK = dict(text=dict(batch_size=8), capacity=dict(pairs=[4, 8, 16, 32, 44, 64, 128]))      # other defaults
 LAYER = "head_dim memory expansion memory_norm loss degree chunk ns_steps ns_coefficients forget max_norm"
-USES = dict(text="ckpt data length batch_size windows stream no_write", probe="ckpt data length prompt json", mixing="",
-            online=f"batch_size pairs seed json features sketch_dim muon_every {LAYER}",
-            capacity=f"batch_size pairs seed json {LAYER}")
+USES = dict(text="ckpt data length batch_size windows stream report_tokens no_write",
+            probe="ckpt data length prompt json",
+            online=f"batch_size pairs seed json {LAYER} features sketch_dim muon_every",
+            capacity=f"batch_size pairs seed json {LAYER}")                      # mixing uses none of these
 
 
 def parse(argv=None):
@@ -293,6 +295,8 @@ def parse(argv=None):
         help="text: longest window of the loss by position [4 x training's]; probe: tokens to read [training's]")
     add("--windows", type=at_least(int, 1), default=32, metavar="N", help="windows of the loss by position [32]")
     add("--stream", type=at_least(int, 0), default=50_000, metavar="N", help="tokens of the stream; 0: none [50000]")
+    add("--report-tokens", type=at_least(int, 0), default=2_000_000, metavar="N",
+        help="tokens that the losses at the top read, twice; 0: all [2000000]")
     add("--prompt", help="the text that --task probe reads [the beginning of the last tenth]")
     add("--no-write", action="store_true", help="the memory cannot write: what does it bring?")
     group = parser.add_argument_group("--task online and capacity", "Of the memory's flags [] tells what atlas has.")

@@ -3,17 +3,21 @@
     python sample.py --prompt "ROMEO:" --tokens 500
     python sample.py --ckpt runs/a/best.pt --temperature 0.7 --top-p 0.9 --num 3
     python sample.py --prompt - --stop "THE END" < letter.txt
+    python sample.py --prompt - --tokens 0 --save-state read.pt < book.txt      a book is read once; and then
+    python sample.py --load-state read.pt --prompt "After that"                 each text begins where it ended
 
 A state has a constant size (except with full attention or exp features), so a new token costs the same after a long
 text. The texts go to stdout as they are generated, with a line of dashes between two, and all else goes to stderr.
 """
 import sys
+from pathlib import Path
 
 import torch
 
+import models
 from common import Parser, UserError, add_device, at_least, exit_code, setup
 from data import encode_prompt
-from train import continue_text, load_checkpoint, rebuild
+from train import continue_text, load_checkpoint, rebuild, save_file
 
 
 def parse(argv=None):
@@ -30,14 +34,17 @@ def parse(argv=None):
     add("--stop", default="", metavar="TEXT", help="end before this text appears")
     add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
     add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
+    add("--save-state", metavar="FILE", help="keep what the memory has learned from prompt and text")
+    add("--load-state", metavar="FILE", help="go on from there, with the prompt or without")
     add_device(parser)
     return parser.parse_args(argv)
 
 
 def read_prompt(prompt):
     """Return the prompt itself, or what stdin holds for -. Raises UserError where that is not UTF-8."""
+    raw = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
     try:
-        return sys.stdin.buffer.read().decode("utf-8-sig") if prompt == "-" else prompt      # line ends as they are
+        return raw.decode("utf-8-sig")                        # line ends as they are
     except UnicodeDecodeError as fault:
         raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first") from None
 
@@ -56,20 +63,43 @@ def until(stop, pieces):
     yield waiting
 
 
+def load_state(path, origin, model):
+    """Return the state and the ids after it from a file of --save-state. Raises UserError for another checkpoint's."""
+    try:
+        made_by, packed, ids = torch.load(path, map_location="cpu", weights_only=True)
+        if made_by != origin:
+            raise ValueError
+        return models.unpack(model, packed), ids
+    except Exception as fault:                                # its type depends on what the file is
+        raise UserError(f"cannot read on from {path} ({type(fault).__name__}): missing, damaged, or not made by "
+                        "--save-state with this --ckpt") from None
+
+
 def speak(args):
     """Print the prompt and what the model writes after it."""
+    if args.save_state and (args.num > 1 or args.stop):
+        raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
     prompt, device = read_prompt(args.prompt), setup(args.device, args.threads)
     ckpt = load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
-    ids = encode_prompt(tokenizer, prompt)
+    origin = [ckpt["config"], ckpt["step"], ckpt["seconds"]]  # no other training took exactly as long
+    state, ids = load_state(args.load_state, origin, model.to(device)) if args.load_state else (None, [])
+    ids = [*ids, *map(int, encode_prompt(tokenizer, prompt) if prompt or not ids else ())]
     print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
-    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
+    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, state=state,
                generator=torch.Generator(device).manual_seed(args.seed))
+    read, end = ids[:-1] if args.save_state and not args.tokens and ids[1:] else ids, []
+
+    def write():
+        end[:] = yield from continue_text(model.to(device), tokenizer, read, args.tokens, **how)
     for i in range(args.num):
         print("---------------\n" * (i > 0) + prompt, end="", flush=True)
-        for piece in until(args.stop, continue_text(model.to(device), tokenizer, ids, args.tokens, **how)):
+        for piece in until(args.stop, write()):
             print(piece, end="", flush=True)
         print(flush=True)
+    if args.save_state:
+        state, last = end
+        save_file(Path(args.save_state), [origin, models.pack(state), last or ids[len(read):]])
 
 
 def main(argv=None):

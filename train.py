@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, native_bfloat16, need, opt,
-                    pick_dtype, plot, replacing, say, setup)
+from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, locked, native_bfloat16, need,
+                    opt, pick_dtype, plot, replacing, say, setup)
 from data import TOKENIZERS, Tokenizer, batch, encode_prompt, make_tokenizer, read, streams, windows
 from models import LM, PRESETS, SIZES, Config, holds_all, probe
 from muon import make_optimizers
@@ -53,21 +53,22 @@ class TrainConfig:
     resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings (but not --device, --threads, --compile)")
     init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and tokenizer")
     steps: int = opt(600, "optimizer steps", low=1)
-    seed: int = opt(1337, "seed of weights, batches and dropout")
+    seed: int = opt(1337, "seed of weights, batches and dropout", high=2**40)
     batch_size: int = opt(8, "sequences in a forward pass", low=1)
     grad_accum: int = opt(1, "forward passes in a step", low=1)
     seq_len: int = opt(256, "tokens in a sequence", low=1)
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest", ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
-    embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr")
+    embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr; with --tie give 1")
     gates_lr: float = opt(1.0, "learning rate of keep, step, momentum and gamma, in multiples of --lr")
     outer_muon_lr: float = opt(2e-2, "peak learning rate of the outer Muon (the inner one has none)")
-    beta2: float = opt(0.95, "decay of AdamW's second moment")
+    beta2: float = opt(0.95, "decay of AdamW's second moment", high=1)
     weight_decay: float = opt(0.1, "weight decay of hidden matrices; nothing else decays")
     grad_clip: float = opt(1.0, "largest norm of the gradient; 0: no clipping")
     warmup: int = opt(20, "steps of linear warmup; by default at most a tenth of --steps")
     eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
     eval_windows: int = opt(64, "about how many validation windows, evenly spaced, while training; 0: all")
+    report_tokens: int = opt(2_000_000, "validation tokens that the report at the end reads, twice; 0: all")
     telemetry: bool = opt(False, "log what the memories do at each validation (eval.py --task probe)")
     wandb: bool = opt(False, "log to Weights & Biases, too")
     tensorboard: bool = opt(False, "log to TensorBoard files in --out, too")
@@ -96,7 +97,8 @@ TRAIN_SIZES = {                                               # differences from
 }
 NO_FLAG = "vocab_size", "attention"                           # which the tokenizer and the preset decide
 LAUNCH = {"out", "resume", "device", "compile", "threads", "wandb", "tensorboard"}    # never read from a checkpoint
-FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "telemetry"}            # may differ on --resume
+RATES = {"lr", "outer_muon_lr"}                               # may be lower on --resume
+FREE = LAUNCH | RATES | {"data", "steps", "eval_every", "log_every", "remat", "telemetry", "report_tokens"}     # differ
 KEPT = {"model", "size", "tokenizer", "bpe_size"}             # --init takes them from the checkpoint
 
 
@@ -185,12 +187,13 @@ class Text(Task):
         return found
 
     def finish(self, model, run):
-        """Say what the best weights make of the whole validation split, and let them write a sample."""
+        """Say what the best weights make of the validation split, and let them write a sample."""
         tc, ckpt = self.tc, load_checkpoint(self.tc.out)
         model.load_state_dict(ckpt["model"])
         set_floor(model, (ckpt["step"] - 1) / tc.steps)
-        say(f"\nbest step {ckpt['step']} on the whole validation split, in windows of {tc.seq_len}:")
-        loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype)
+        part = f"first {tc.report_tokens:,} tokens of the" if 0 < tc.report_tokens < len(self.splits[1]) else "whole"
+        say(f"\nbest step {ckpt['step']} on the {part} validation split, in windows of {tc.seq_len}:")
+        loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype, tc.report_tokens)
         torch.manual_seed(tc.seed)
         sample = continue_text(model, self.tokenizer, encode_prompt(self.tokenizer, ""), SAMPLE, temperature=0.8)
         say("\n" + "".join(sample) + "\n")
@@ -199,15 +202,15 @@ class Text(Task):
         before, after = run["start"]["val"], run["end"]["val"]
         if after <= before:
             say(f"done: {tc.model} on {self.data['used']}, best validation loss {loss:.4f} nats/token, "
-                f"{loss / math.log(2):.4f} bits/token (whole split), {timedelta(seconds=int(run['seconds']))}")
+                f"{loss / math.log(2):.4f} bits/token ({part} split), {timedelta(seconds=int(run['seconds']))}")
         else:                                                 # or nan
             say(f"warning: the validation loss rose from {before:.4f} to {after:.4f}; lower --lr and --outer-muon-lr")
 
 
 @torch.no_grad()
-def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32):
+def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32, tell=math.inf):
     """Return the mean loss in nats a token over ids cut into windows of seq_len, or about max_windows of them. The
-    memory starts anew in each window. With carry=True it reads ids as batch_size long streams instead."""
+    memory starts anew in each. carry=True reads ids as batch_size long streams instead. tell: tokens between lines."""
     device, was_training, state = next(model.parameters()).device, model.training, None
     every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
     total, n = 0.0, 0
@@ -219,31 +222,41 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
             logits, after = model(x.to(device), state)
         total += F.cross_entropy(logits.flatten(0, 1).float(), y.to(device).flatten(), reduction="sum").item()
         n += y.numel()
+        if n % tell < y.numel():
+            say(f"  .. {n:,} of {len(ids):,} tokens")
         state = after if carry else None
     model.train(was_training)
     return total / n
 
 
-def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
-    """Say the mean loss of a split, memory reset at each window and carried on. Return the former, in nats a token."""
-    losses = []
+def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32, max_tokens=0):
+    """Say the mean loss of a split, or of its first max_tokens, memory reset at each window and carried on. Return the
+    former, in nats a token."""
+    losses, split, ids = [], len(ids), ids[: max(2, max_tokens)] if max_tokens else ids
     for carry, name in (False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams"):
         # where the state holds every token, each costs more than the last
         part = ids[: batch_size * 16384 + 1] if carry and holds_all(model.config) else ids
-        losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype))
+        tell, of = max(200_000, len(part) // 10), f" of {split:,}" * (len(part) < split)
+        losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype, tell=tell))
         bits = losses[-1] / math.log(2)
-        say(f"  {name:27s}  {len(part):,} tokens  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  "
+        say(f"  {name:27s}  {len(part):,}{of} tokens  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  "
             f"{bits / tokenizer.bytes_a_token(part):.4f} bits/byte")
     return losses[0]
 
 
 def continue_text(model, tokenizer, ids, n, **how):
-    """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate."""
-    feed = tokenizer.stream()
+    """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate. Return
+    the state and, in a list, the id that it has not read: the last."""
+    feed, last, end = tokenizer.stream(), [], []
     tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
-    for token in model.eval().generate(tokens, n, **how):
-        yield feed(token)
+
+    def drawn():
+        end.append((yield from model.eval().generate(tokens, n, **how)))
+    for token in drawn():
+        last = token.tolist()
+        yield feed(last)
     yield feed(final=True)
+    return end[0], last
 
 
 # ---- the loop
@@ -327,18 +340,21 @@ def train(model, optimizers, run, task):
 
 @contextmanager
 def noted_signals():
-    """Yield a list to which the first Ctrl-C or SIGTERM is added; a second one stops at once."""
-    noted = []
+    """Yield a list to which the first Ctrl-C, SIGTERM or SIGHUP is added; a second one stops at once. What was ignored
+    at the start, as nohup does, stays ignored."""
+    noted, hangup = [], getattr(signal, "SIGHUP", signal.SIGTERM)         # Windows has none
 
     def note(number, frame):
-        if noted and PROCESSES == 1:                          # torchrun passes on a Ctrl-C that all have had already
+        # torchrun passes on a Ctrl-C that all have had already, and a closed terminal hangs up twice
+        if noted and PROCESSES == 1 and number != hangup:
             raise KeyboardInterrupt(number)
         noted.append(number)
         with suppress(OSError):                               # the same Ctrl-C may have ended `2>&1 | tee log`
             os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")
     with ExitStack() as restore:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            restore.callback(signal.signal, number, signal.signal(number, note))
+        for number in {signal.SIGINT, signal.SIGTERM, hangup}:
+            if number != hangup or signal.getsignal(number) != signal.SIG_IGN:
+                restore.callback(signal.signal, number, signal.signal(number, note))
         yield noted
 
 
@@ -348,7 +364,8 @@ COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"]        
 
 def open_logs(out, run, columns):
     """Prepare OUT for the steps after run["step"] -> functions that log a row. An earlier run moves to OUT/old-N."""
-    left = [out / name for name in ("ckpt.pt", "best.pt", "log.csv", "config.json") if (out / name).exists()]
+    names = "ckpt.pt", "best.pt", "log.csv", "config.json", "events.out.tfevents.*"         # the last: TensorBoard's
+    left = [path for name in names for path in out.glob(name)]
     if left and run["step"] == 0:
         old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
         old.mkdir()
@@ -357,6 +374,7 @@ def open_logs(out, run, columns):
         say(f"an earlier run lay in {out}; it is now in {old}")
     log, tc = out / "log.csv", run["train"]
     rows = list(csv.DictReader(log.open())) if log.exists() else []
+    columns = list(dict.fromkeys([*columns, *(rows[0] if rows else ())]))        # also of telemetry that is off now
     with replacing(log) as temporary, temporary.open("w") as file:
         table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         table.writeheader()                                   # what a killed run logged but did not save is left out:
@@ -365,24 +383,31 @@ def open_logs(out, run, columns):
     logs = [csv.DictWriter(log.open("a", buffering=1), columns, lineterminator="\n").writerow]
     if tc["wandb"]:
         import wandb
-        wandb.init(project="atlas", name=tc["out"], config=tc | run["config"])
+        how = dict(id=run["wandb"], resume="allow")           # without an id it is a new run
+        run["wandb"] = wandb.init(project="atlas", name=tc["out"], config=tc | run["config"], **how).id
         logs.append(lambda row: wandb.log(row, step=row["step"]))
     if tc["tensorboard"]:
         from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(out)
+        writer = SummaryWriter(out, purge_step=run["step"] + 1)
         logs.append(lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row])
         logs.append(lambda row: writer.flush())
     return logs
 
 
-def save_checkpoint(path, run, model, optimizers):
-    """Save the whole state of a run. Raises Halt where it cannot be written, and the file from before stays."""
-    state = dict(run, format=FORMAT, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers])
+def save_file(path, tree):
+    """Save with torch.save. Raises Halt where the file cannot be written, and the one from before stays."""
     try:
         with replacing(path) as temporary:
-            torch.save(state, temporary)
+            torch.save(tree, temporary)
     except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
-        raise Halt(f"cannot write {path} ({fault}); disk full? The checkpoint saved before is intact") from None
+        before = "the file saved before is intact" if path.exists() else "none was saved before"
+        raise Halt(f"cannot write {path} ({fault}); disk full? {before}") from None
+
+
+def save_checkpoint(path, run, model, optimizers):
+    """Save the whole state of a run."""
+    optimizers = [optimizer.state_dict() for optimizer in optimizers]
+    save_file(path, dict(run, format=FORMAT, model=model.state_dict(), optimizers=optimizers))
 
 
 def load_checkpoint(path, text=True):
@@ -393,10 +418,13 @@ def load_checkpoint(path, text=True):
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if ckpt["format"] != FORMAT or text and "tokenizer" not in ckpt:
-            raise ValueError
+            raise ValueError("a run of episodic.py" if ckpt["format"] == FORMAT else "of another format")
+        for cls, values in ((Config, ckpt["config"]), (TrainConfig, ckpt["train"]))[: 1 + text]:
+            cls(**values)                                     # TypeError for a field that it lacks
     except Exception as fault:                                # its type depends on what the file is
-        raise UserError(f"cannot load {path} ({type(fault).__name__}): missing, damaged, or made by another version "
-                        "of train.py, which makes one in --out") from None
+        why = str(fault).partition("\n")[0] if isinstance(fault, (TypeError, ValueError)) else type(fault).__name__
+        raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this version of train.py, which "
+                        "makes one in --out") from None
     return dict(ckpt, path=str(path))
 
 
@@ -407,6 +435,8 @@ def rebuild(ckpt, config=None):
         model.load_state_dict(ckpt["model"])
     except RuntimeError:
         raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes") from None
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise UserError(f"weights of {ckpt['path']} are not finite: its training diverged; give an earlier checkpoint")
     set_floor(model, (ckpt["step"] - 1) / ckpt["train"]["steps"])
     return model, Tokenizer(**ckpt["tokenizer"]) if "tokenizer" in ckpt else None
 
@@ -431,20 +461,33 @@ def compile_model(model, task):
         task.loss(model, 0).backward()
     except Exception as fault:                                # one that is not the compiler's comes again without it
         torch.compiler.set_stance("force_eager")
-        say(f"warning: torch.compile failed, going on without it: {str(fault).partition(chr(10))[0]}")
+        say(f"warning: torch.compile failed, going on without it: {' '.join(str(fault).split())[:400]}")
     model.zero_grad()
 
 
 def launch(given, settings=settings, make_task=Text, text=True):
     """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
+    if not 0 <= RANK < PROCESSES or PROCESSES > 1 and "MASTER_PORT" not in os.environ:
+        raise UserError(f"RANK {RANK} and WORLD_SIZE {PROCESSES} are not torchrun's; start with it, or unset them")
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
     if PROCESSES > 1 and not text:
         raise UserError("this program is one process; start it without torchrun")
+    with nullcontext() if RANK else locked(Path(given.get("out", TrainConfig.out))):
+        return run_alone(given, settings, make_task, text)
+
+
+def run_alone(given, settings, make_task, text):
+    """Make the run of `launch`, to which OUT belongs."""
     resume = given.get("resume")
     source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
     old = load_checkpoint(source, text) if source else None
     tc, config = settings(given, old)
+    for name in RATES if resume else ():
+        if (now := getattr(tc, name)) > (was := old["train"][name]):
+            raise UserError(f"{flag(name)} is {was} in {old['path']}; --resume can lower it, not raise it to {now}")
+        if now < was:
+            say(f"{flag(name)} is {now} from here on, {was} before")
     if resume and old["step"] >= tc.steps:
         return say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
     for package in ("wandb", "tensorboard"):
@@ -467,8 +510,8 @@ def launch(given, settings=settings, make_task=Text, text=True):
         if not old:
             task.begin(model)
     model.to(device).train().remat = tc.remat
-    run = dict(step=0, best=math.inf, seconds=0.0, start=None)
-    run = {key: old[key] if resume else value for key, value in run.items()}
+    run = dict(step=0, best=math.inf, seconds=0.0, start=None, wandb=None)
+    run = {key: old.get(key) if resume else value for key, value in run.items()}
     run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
     where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
