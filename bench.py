@@ -35,7 +35,8 @@ import models
 import omega
 import shards
 import train
-from common import Parser, UserError, add_device, at_least, autocast, exit_code, need, pick_dtype, picture, say, setup
+from common import (Parser, add_device, at_least, autocast, check_files, exit_code, pick_dtype, picture, refuse_unused,
+                    say, setup)
 from wiring import Attention
 
 HEAD, SMALL_HEAD = 64, 16             # small heads in part layer: 64 numbers have 2,145 monomials of degree 0 to 2
@@ -244,6 +245,8 @@ def part_peers(args, seconds):
 # ---- all of it
 PARTS = dict(layer=(part_layer, 8), rule=(part_rule, 2), step=(part_step, 4), decode=(part_decode, 3),
              peers=(part_peers, 3))             # and their shares of the time
+USES = dict(layer="model plot dtype compile", rule="compile", step="model dtype compile", decode="model",
+            peers="dtype compile")
 
 
 def machine(args):
@@ -266,21 +269,16 @@ def parse(argv=None):
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
     add_device(parser, threads=1)
     add("--json", metavar="FILE", help="write all records there")
-    add("--plot", nargs="?", const="results/bench.png", metavar="FILE", help="draw layer [results/bench.png]")
+    add("--plot", nargs="?", const="bench.png", metavar="FILE", help="draw layer [bench.png]")
     add("--quick", action="store_true", help="tiny shapes: does it run at all?")
     return parser.parse_args(argv)
 
 
 def measure(args):
-    """Run the parts, print their tables, keep and draw the results. Raise UserError for flags that cannot work."""
-    for path in filter(None, (args.json, args.plot)):         # fail now, not after all the work
-        if not Path(path).parent.is_dir():
-            raise UserError(f"no folder {Path(path).parent} for {path}; make it first")
+    """Run the parts, print their tables, keep and draw the results."""
     parts = {name: PARTS[name] for name in args.part or PARTS}
-    if args.plot:
-        if "layer" not in parts:
-            raise UserError("--plot draws --part layer")
-        need("matplotlib")
+    refuse_unused([name for name, a in vars(args).items() if a and a != "auto"], parts, USES)
+    check_files(args.plot, args.json)
     args.device, args.model = setup(args.device, args.threads), args.model or list(models.PRESETS)
     cpu = args.device.type == "cpu"
     args.scale = 0 if args.quick else 2 if args.device.type == "cuda" else 1

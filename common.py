@@ -115,20 +115,31 @@ def at_least(kind, low, high=2**31 - 1):
     return number
 
 
-def task_flags(parser, argv, by_task, cls):
-    """Return the flags, with other defaults from by_task[task] and a dict `config` of those that are fields of cls."""
-    parser.set_defaults(**by_task.get(parser.parse_args(argv).task, {}))
-    args = parser.parse_args(argv)
+def refuse_unused(given, tasks, uses):
+    """Raise UserError for a given flag that only other tasks use. uses[task] names flags; those in none are for all."""
+    for name in given:
+        users = [task for task in uses if name in uses[task].split()]
+        if users and not set(users) & set(tasks):
+            raise UserError(f"{flag(name)} is not a flag of {' or '.join(tasks)}, but of {', '.join(users)}")
+
+
+def task_flags(parser, argv, by_task, uses, cls):
+    """Return the flags that uses[task] allows, with defaults from by_task[task]; `config` holds the fields of cls."""
+    usual = vars(parser.parse_args(argv))
+    given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(usual))))           # None: not given
+    given = {name: a for name, a in given.items() if a is not None}
+    refuse_unused(given, [usual["task"]], uses)
+    args = argparse.Namespace(**usual | by_task.get(usual["task"], {}) | given)
     args.config = {f.name: vars(args).pop(f.name) for f in fields(cls) if hasattr(args, f.name)}
     args.plot = args.plot and args.plot.replace("TASK", args.task)
     return args
 
 
-def run_task(tasks, args):
+def run_task(tasks, parse, argv):
     """Run the task that the flags name on their device. Return the exit code."""
     def run():
-        if args.plot:
-            need("matplotlib")
+        args = parse(argv)
+        check_files(args.plot, args.json)
         tasks[args.task](args, setup(args.device, args.threads))
     return exit_code(run)
 
@@ -146,6 +157,15 @@ def replacing(path):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_files(plot, file):
+    """Raise UserError where the file of --plot or --json cannot be made; called before the work begins."""
+    if plot:
+        need("matplotlib")
+    for path in map(Path, filter(None, (plot, file))):
+        if path.is_dir() or not os.access(path if path.exists() else f"{path.parent}/", os.W_OK):
+            raise UserError(f"cannot write {path}; give another file, or make its folder")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, curve, exit_code, flag, need, opt, picture, say
+from common import Parser, UserError, add_flags, curve, exit_code, flag, need, opt, picture, refuse_unused, say
 from data import read
 from models import PRESETS, Config, Memory
 
@@ -52,16 +52,20 @@ USUAL = {"episodes": dict(out="out-episodes", model="omeganet", seq_len=24, batc
                           lr=3e-3, embed_lr=0.3, n_layer=1, n_embd=192, n_head=8, head_dim=16, chunk=24, tie=True),
          "grok": dict(out="out-grok", model="transformer", seq_len=3, batch_size=512, steps=800, lr=2e-3, beta2=0.98,
                       weight_decay=1.5, grad_clip=0.0, share=0.5, n_layer=1, n_embd=128, n_head=4)}
+USES = dict(episodes="data seq_len optimizer embed_lr gates_lr outer_muon_lr batches masks arithmetic eval_windows "
+                     "words", grok="embed_start stablemax perp_grad")
 NO_FLAG = ("size tokenizer bpe_size init grad_accum telemetry wandb tensorboard dtype compile remat "
            "report_tokens").split()
 
 
 def settings(given, old=None):
     """Return Settings and models.Config from flags and the checkpoint of --resume. Raise UserError where they clash."""
-    usual = USUAL[given.get("task", "episodes")]
+    task = (old["train"] if old else given).get("task", "episodes")
+    usual = USUAL[task]
     run = {**old["config"], **old["train"]} if old else {**usual, **PRESETS[given.get("model", usual["model"])]}
     if old and "modulus" not in run:
         raise UserError(f"{old['path']} is no run of episodic.py; give its --out")
+    refuse_unused(given, [task], USES)
     for name in given.keys() - train.FREE - {"plot", "dtype"} if old else ():
         if given[name] != run.get(name):
             raise UserError(f"{flag(name)} is {run.get(name)} in {old['path']}, not {given[name]}; drop the flag")
@@ -254,7 +258,7 @@ def main(argv=None):
     parser = Parser(prog="episodic.py", description=__doc__, epilog="In [] is what --task episodes has.")
     usual = {**USUAL["episodes"], **PRESETS[USUAL["episodes"]["model"]]}
     add_flags(parser.add_argument_group("the run"), Settings, usual, skip=NO_FLAG)
-    add_flags(parser.add_argument_group("the network"), Config, usual, skip=train.NO_FLAG)
+    add_flags(parser.add_argument_group("the network"), Config, usual, skip=(*train.NO_FLAG, "polarise"))
     parser.add_argument("--grok", dest="task", action="store_const", const="grok", default=SUPPRESS, help="--task grok")
     given = vars(parser.parse_args(argv))
     given = {"out": USUAL[given.get("task", "episodes")]["out"], "compile": False, "dtype": "float32", **given}

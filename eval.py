@@ -69,7 +69,8 @@ def text_task(args, device):
         part = "the validation files" if corpus.tokens else "the last tenth"
         other = "" if corpus.sha256 == ckpt["data"]["sha256"] else "; not the text of the training"
         say(f"{part} of {corpus.used}, {len(val):,} tokens{other}" + "; the memory writes nothing" * args.no_write)
-        loss, (at, n) = train.report(model, tokenizer, val, T, args.batch_size), position_loss(model, *how)
+        loss = train.report(model, tokenizer, val, T, args.batch_size, max_tokens=args.report_tokens)
+        at, n = position_loss(model, *how)
         say(f"\nby position, mean of {n} windows of {len(at)}; trained on {T}\n  tokens before   nats/token")
         for a, b in buckets(len(at)):
             say(f"  {a + 1:6d} - {b:6d}   {at[a:b].mean().item():.4f}" + "   longer than in training" * (b > T))
@@ -119,12 +120,12 @@ def stream(model, ids, n):
         seen += y.numel()
         if not math.isfinite(total):
             raise Halt(f"the loss is {total} after {seen:,} tokens of the stream")
-        if 10 * seen >= (len(marks) + 1) * n:                 # another tenth; by the first one all buffers are there
+        if 10 * seen >= (len(marks) + 1) * n:                 # another tenth; by the second one all buffers are there
             marks.append((resident(device), models.state_bytes(state)))
             say(f"  {seen:9,}  {total / seen:10.4f}  {seen / (time.perf_counter() - began):8,.0f}  "
                 f"{marks[-1][0] / 2**20:12,.1f}  {marks[-1][1]:11,}")
-    growth = [after / max(before, 1) - 1 if after else 0.0 for before, after in zip(marks[0], marks[-1])]
-    say(f"since the first tenth: resident memory {growth[0]:+.1%}, state {growth[1]:+.1%}")
+    growth = [after / max(before, 1) - 1 if after else 0.0 for before, after in zip(marks[:2][-1], marks[-1])]
+    say(f"since the second line: resident memory {growth[0]:+.1%}, state {growth[1]:+.1%}")
     if models.holds_all(c):
         say("the state of this model holds every token, so it grows with the stream")
     elif any(by > 0.05 for by in growth):                     # never true of nan
@@ -137,6 +138,8 @@ COLLAPSED = 0.02                          # share of an idle memory, or spread o
 
 def probe_task(args, device):
     """Print, keep and draw what models.probe sees in each layer of a checkpoint over a text."""
+    if len(args.ckpt) > 1:
+        raise UserError(f"--task probe reads one checkpoint, not {len(args.ckpt)}: --ckpt {' '.join(args.ckpt)}")
     ckpt, model, tokenizer = load(args.ckpt[0], device)
     if model.config.attention or model.config.shard:
         raise UserError(f"--task probe: {ckpt['path']} has no memory, or one in shards ({ckpt['preset']})")
@@ -193,11 +196,10 @@ def one_pass(layer, rule, momentum, k, v):
 
 def online_layer(args, device, **more):
     """Return a memory layer by the flags, else by PLAIN; no network surrounds it. Raises UserError for exp features."""
-    torch.manual_seed(args.seed)
-    layer = models.Memory(models.configure("atlas", **{**PLAIN, **more, **args.config})).to(device)
-    if layer.config.features == "exp":
+    if args.config.get("features") == "exp":
         raise UserError("--features exp has no weights to read back; take none, monomial, elementwise or sketch")
-    return layer
+    torch.manual_seed(args.seed)
+    return models.Memory(models.configure("atlas", **{**PLAIN, **more, **args.config})).to(device)
 
 
 def pairs_to_store(kind, n, dim, args, device):
@@ -271,6 +273,11 @@ def mixing_task(args, device):
 
 TASKS = dict(text=text_task, probe=probe_task, online=online_task, capacity=capacity_task, mixing=mixing_task)
 BY_TASK = dict(text=dict(batch_size=8), capacity=dict(pairs=[4, 8, 16, 32, 44, 64, 128]))      # other defaults
+LAYER = "head_dim memory expansion memory_norm loss degree chunk ns_steps ns_coefficients forget max_norm"
+USES = dict(text="ckpt data length batch_size windows stream report_tokens no_write",
+            probe="ckpt data length prompt json",
+            online=f"batch_size pairs seed json {LAYER} features sketch_dim muon_every",
+            capacity=f"batch_size pairs seed json {LAYER}")                      # mixing uses none of these
 
 
 def parse(argv=None):
@@ -280,7 +287,7 @@ def parse(argv=None):
     add("--task", default="text", choices=tuple(TASKS), help="text: losses of checkpoints; probe: one checkpoint at "
         "work; online, capacity, mixing: the rule by itself [text]")
     add("--batch-size", type=at_least(int, 1), default=32, metavar="N", help="sequences at a time [32; text 8]")
-    add("--plot", nargs="?", const="results/TASK.png", metavar="FILE", help="draw a picture [results/TASK.png]")
+    add("--plot", nargs="?", const="TASK.png", metavar="FILE", help="draw a picture [TASK.png]")
     add("--json", metavar="FILE", help="probe, online, capacity: keep the results there")
     add_device(parser)
     add = parser.add_argument_group("--task text and probe").add_argument
@@ -290,18 +297,21 @@ def parse(argv=None):
         help="text: longest window of the loss by position [4 x training's]; probe: tokens to read [training's]")
     add("--windows", type=at_least(int, 1), default=32, metavar="N", help="windows of the loss by position [32]")
     add("--stream", type=at_least(int, 0), default=50_000, metavar="N", help="tokens of the stream; 0: none [50000]")
+    add("--report-tokens", type=at_least(int, 0), default=2_000_000, metavar="N",
+        help="tokens that the losses at the top read, twice; 0: all [2000000]")
     add("--prompt", help="the text that --task probe reads [the beginning of the last tenth]")
     add("--no-write", action="store_true", help="the memory cannot write: what does it bring?")
     group = parser.add_argument_group("--task online and capacity", "Of the memory's flags [] tells what atlas has.")
     group.add_argument("--pairs", type=at_least(int, 1), nargs="+", default=[8, 16, 32], metavar="N",
                        help="numbers of pairs [8 16 32; capacity 4 8 16 32 44 64 128]")
     group.add_argument("--seed", type=at_least(int, 0), default=1337, metavar="N", help="seed of the pairs [1337]")
-    add_flags(group, models.Config, {**models.PRESETS["atlas"], **PLAIN}, skip=train.NO_FLAG)
-    return task_flags(parser, argv, BY_TASK, models.Config)
+    unused = vars(models.Config()).keys() - set(USES["online"].split())
+    add_flags(group, models.Config, {**models.PRESETS["atlas"], **PLAIN}, skip=unused)
+    return task_flags(parser, argv, BY_TASK, USES, models.Config)
 
 
 def main(argv=None):
-    return run_task(TASKS, parse(argv))
+    return run_task(TASKS, parse, argv)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """recall.py - can a small model recall what it saw once? Synthetic tasks, and campaigns that train models on them.
 
-    python recall.py needle --model transformer deltanet atlas --seeds 1 2 3 --plot     pairs hidden in long noise
+    python recall.py needle --model transformer,head_dim=16 atlas --seeds 1 2 3 --plot  pairs hidden in long noise
     python recall.py mqar --pairs 2 4 8                                                 many pairs at once
     python recall.py mad                                 the six synthetic tasks of MAD: the paper's Table 4, small
     python recall.py ablation                            the paper's Table 6, small: what is each part worth?
@@ -193,23 +193,25 @@ def variant(name, args, **more):
     """Read a model as --model takes it, as atlas,memory=mlp,steps=900 -> models.Config, its training steps, its lr."""
     preset, *changes = name.split(",")
     boolean = {"True": True, "False": False}.__getitem__
-    kinds = {f.name: boolean if f.type is bool else f.type for f in fields(models.Config)} | dict(steps=int, lr=float)
+    kinds = {f.name: boolean if f.type is bool else f.type for f in fields(models.Config)
+             if f.name not in train.NO_FLAG} | dict(steps=int, lr=float)
     given = dict(steps=args.steps, lr=args.lr)
     for key, _, value in (change.partition("=") for change in changes):
         try:
             given[key] = kinds[key](value)
         except (KeyError, ValueError):
-            raise UserError(f"--model {name}: no {key}={value}; give field=value: memory=mlp, muon=False") from None
+            raise UserError(f"--model {name}: cannot set {key}={value}; give field=value, as muon=False") from None
     steps, lr = given.pop("steps"), given.pop("lr")
+    train.TrainConfig(steps=steps, lr=lr)                     # raises UserError
     return models.configure(preset, **{**SMALL, **args.config, **more, **given}), steps, lr
 
 
-def trained(name, seed, args, device, vocab, draw):
+def trained(name, seed, args, device, vocab, draw, title):
     """Return a model of this name, trained on the batches draw(step, generator) -> x, y."""
     config, steps, lr = variant(name, args, vocab_size=vocab)
     torch.manual_seed(seed)
     model = models.LM(config).to(device)
-    say(f"\n{name}: {model.num_params():,} parameters, seed {seed}, {steps} steps")
+    say(f"\n{title}, {name}: {model.num_params():,} parameters, seed {seed}, {steps} steps")
     tc = train.TrainConfig(out="", seed=seed, optimizer="muon", steps=steps, warmup=steps // 10, lr=lr,
                            eval_every=steps, log_every=max(1, steps // 5))
     task = Recall(tc, device, draw)
@@ -228,9 +230,9 @@ def accuracy(model, batches):
     return right / asked
 
 
-def score(args, device, vocab, draw, turns, columns, name, seed):
+def score(title, args, device, vocab, draw, turns, columns, name, seed):
     """Train a model on draw(n, generator) with n from turns in turn. Return its accuracy for each n of columns."""
-    model = trained(name, seed, args, device, vocab, lambda step, g: draw(turns[step % len(turns)], g))
+    model = trained(name, seed, args, device, vocab, lambda step, g: draw(turns[step % len(turns)], g), title)
     return [accuracy(model, (draw(n, randomness(seed, i, test=True)) for i in range(4))) for n in columns]
 
 
@@ -239,15 +241,14 @@ def campaign(args, trial, columns, chance="", x="", **how):
     """Run trial(name, seed), which scores each of the columns, for each name of --model and each of --seeds. Print the
     table. For --plot draw it over an axis named x; how: more arguments of `picture`. The file of --json keeps results,
     and what it has is not done again. Return {name: {column: [a score a seed]}}."""
-    file = Path(args.json) if args.json else None
     settings = {name: {key: getattr(args, key) for key in SETTINGS} | dict(config=asdict(variant(name, args)[0]))
                 for name in args.model}
     try:
-        records = json.loads(file.read_text())["records"] if file and file.exists() else []
+        records = json.loads(Path(args.json).read_text())["records"] if args.json and Path(args.json).exists() else []
+        full = lambda old: dict(old, config={**asdict(models.Config()), **old["config"]})    # newer fields were off
+        done = {(r["model"], r["seed"]): r for r in [] + records if full(r["settings"]) == settings.get(r["model"])}
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"--json {file} holds no results of such a task; give another file") from None
-    full = lambda old: dict(old, config={**asdict(models.Config()), **old["config"]})    # newer fields were off
-    done = {(r["model"], r["seed"]): r for r in records if full(r["settings"]) == settings.get(r["model"])}
+        raise UserError(f"--json {args.json} holds no results of such a task; give another file") from None
     for seed, name in itertools.product(args.seeds, args.model):
         if (name, seed) not in done:
             began = time.perf_counter()
@@ -255,8 +256,8 @@ def campaign(args, trial, columns, chance="", x="", **how):
             done[name, seed] = dict(model=name, seed=seed, settings=settings[name], scores=scores,
                                     seconds=round(time.perf_counter() - began))
             records.append(done[name, seed])
-            if file:
-                with replacing(file) as temporary:
+            if args.json:
+                with replacing(Path(args.json)) as temporary:
                     temporary.write_text(json.dumps(dict(records=records), indent=1))
     found, lines, width = {}, {}, max(map(len, args.model)) + 2
     say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds" + chance)
@@ -268,14 +269,14 @@ def campaign(args, trial, columns, chance="", x="", **how):
         cells = [f"{mean:.3f}" + f" +- {b:.3f}" * (len(args.seeds) > 1) for mean, b in zip(means, spreads)]
         seconds = sum(done[name, seed]["seconds"] for seed in args.seeds)
         say(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells) + f"{seconds:10d}")
-    if args.plot and x:
+    if args.plot:
         picture(args.plot, lines, x, "right answers", **how)
     return found
 
 
 def needle_task(args, device):
     """Train on short sequences in turn, and ask in longer ones."""
-    trial = partial(score, args, device, 49, partial(needle, args.batch_size, 4), LENGTHS, args.lengths)
+    trial = partial(score, "needle", args, device, 49, partial(needle, args.batch_size, 4), LENGTHS, args.lengths)
     campaign(args, trial, args.lengths, "    (by guessing 0.062)", "length of the text [tokens]",
              log="x", level=1 / 16, trained=LENGTHS[-1])
 
@@ -285,7 +286,7 @@ def mqar_task(args, device):
     draw = lambda n, g: mqar(args.batch_size, n, n, args.vocab, args.seq_len, g)
     for n in args.pairs:                                      # before the work begins
         draw(n, torch.Generator())
-    trial = partial(score, args, device, args.vocab, draw, args.pairs, args.pairs)
+    trial = partial(score, "mqar", args, device, args.vocab, draw, args.pairs, args.pairs)
     campaign(args, trial, args.pairs, "    (by guessing 1 / pairs)", "pairs")
 
 
@@ -293,8 +294,8 @@ def mad_task(args, device):
     """Train one model for each of the six tasks."""
     def trial(*model):
         found, n = [], [args.batch_size]
-        for draw, vocab, _ in MAD.values():
-            found += score(args, device, vocab, lambda n, g: draw(n, generator=g), n, n, *model)
+        for task, (draw, vocab, _) in MAD.items():
+            found += score(task, args, device, vocab, lambda n, g: draw(n, generator=g), n, n, *model)
         return found
     campaign(args, trial, list(MAD))
     say("by guessing: " + ", ".join(f"{name} {chance:.2f}" for name, (_, _, chance) in MAD.items()))
@@ -314,10 +315,10 @@ def ablation_task(args, device):
 
     def trial(name, seed):
         text = trained(name, seed, args, device, tokenizer.vocab_size,
-                       lambda step, g: data.batch(ids, seed, step, args.batch_size, args.seq_len))
+                       lambda step, g: data.batch(ids, seed, step, args.batch_size, args.seq_len), "text")
         loss = train.evaluate(text, val, args.seq_len, args.batch_size, 128)
         pairs = partial(needle, args.batch_size, 4)
-        return [loss, *score(args, device, 49, pairs, LENGTHS, args.lengths, name, seed)]
+        return [loss, *score("needle", args, device, 49, pairs, LENGTHS, args.lengths, name, seed)]
     found = campaign(args, trial, ("text", *args.lengths))
     base = torch.tensor(found["atlas"]["text"])
     for name, sign in ABLATION.items():
@@ -331,6 +332,7 @@ def ablation_task(args, device):
 TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
 BY_TASK = dict(needle=dict(steps=1200), mad=dict(steps=600),                     # defaults that differ from the flags'
                ablation=dict(batch_size=16, seq_len=128, lengths=[1024]))
+USES = dict(needle="model lengths plot", mqar="model pairs vocab seq_len plot", mad="model", ablation="lengths seq_len")
 SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab"      # of a result
 
 
@@ -349,16 +351,16 @@ def parse(argv=None):
     add("--pairs", type=at_least(int, 1), nargs="+", default=[4], metavar="N", help="mqar: numbers of pairs [4]")
     add("--vocab", type=at_least(int, 4), default=16, metavar="N", help="mqar: vocabulary; half of it are values [16]")
     add("--seq-len", type=at_least(int, 1), default=24, metavar="N", help="mqar, ablation: tokens of a text [24; 128]")
-    add("--plot", nargs="?", const="results/TASK.png", metavar="FILE", help="draw needle or mqar [results/TASK.png]")
+    add("--plot", nargs="?", const="TASK.png", metavar="FILE", help="needle, mqar: draw a picture [TASK.png]")
     add("--json", metavar="FILE", help="save results there; a rerun resumes")
     add_device(parser)
     network = parser.add_argument_group("the network", "In [] is what atlas has here.")
     add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
-    return task_flags(parser, argv, BY_TASK, models.Config)
+    return task_flags(parser, argv, BY_TASK, USES, models.Config)
 
 
 def main(argv=None):
-    return run_task(TASKS, parse(argv))
+    return run_task(TASKS, parse, argv)
 
 
 if __name__ == "__main__":

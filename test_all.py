@@ -919,7 +919,7 @@ def test_attention_by_hand(window):
     out = lambda y: layer.out(y.transpose(0, 1).flatten(1))
     close(layer(x)[0][0], out(softmax_attention(q, k, v, seen)), 1e-6)
     k, v = torch.cat([heads(layer, pk, layer.k_norm), k], 1), torch.cat([heads(layer, pv), v], 1)
-    close(layer(x, None, p)[0][0], out(softmax_attention(q, k, v, F.pad(seen, (2, 0), value=True))), 1e-6)
+    close(layer(x, prefix=p)[0][0], out(softmax_attention(q, k, v, F.pad(seen, (2, 0), value=True))), 1e-6)
 
 
 def test_attention_piece_by_piece():
@@ -1557,8 +1557,26 @@ MISTAKES = [                                                  # program, flags, 
     (eval, "--ckpt gone", "gone"), (recall, "mqar --window 0", "--window"),
     (recall, "mqar --pairs 1 7", "vocab=16"), (recall, "mqar --model gpt", "transformer"),
     (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mad --model atlas,chunk=x", "chunk=x"),
-    (eval, "--task online --features exp --no-muon", "--features"),
-    (bench, "--json gone/x", "gone"), (bench, "--part peers --plot x.png", "--part layer"),
+    (recall, "mad --model atlas,vocab_size=3", "vocab_size=3"), (recall, "mad --model swa,attention=True", "attention"),
+    (recall, "mad --model titans atlas,steps=0", "--steps"), (recall, "mad --model titans atlas,lr=nan", "--lr"),
+    (eval, "--task online --features exp", "none, monomial"), (bench, "--json gone/x", "gone"),
+    (eval, "--task online --json gone/x", "gone"), (eval, "--task probe --ckpt run --json words/x", "words/x"),
+    (eval, "--task capacity --json run", "run"), (recall, "mqar --json words/x", "words/x"),
+    (recall, "mqar --json words", "no results"), (eval, "--task probe --ckpt run run", "one checkpoint"),
+    (eval, "--task online --n-head 2", "--n-head"), (eval, "--task online --keep", "--keep"),
+    # flags of other tasks
+    (eval, "--ckpt run --chunk 8", "online, capacity"), (eval, "--ckpt run --json x", "probe, online"),
+    (eval, "--ckpt run --prompt x", "probe"), (eval, "--task probe --ckpt run --no-write", "text"),
+    (eval, "--task probe --ckpt run --windows 32", "text"), (eval, "--task capacity --features none", "online"),
+    (eval, "--task capacity --muon-every 1", "online"), (eval, "--task mixing --pairs 8 16 32", "online, capacity"),
+    (recall, "ablation --model atlas", "needle, mqar, mad"), (recall, "mad --plot", "needle, mqar"),
+    (recall, "ablation --plot", "needle, mqar"), (recall, "needle --pairs 4", "mqar"),
+    (recall, "mqar --lengths 32", "needle, ablation"), (recall, "needle --seq-len 24", "mqar, ablation"),
+    (recall, "mad --vocab 16", "mqar"),
+    (bench, "--part peers --plot x.png", "layer"), (bench, "--part rule --model atlas", "layer, step, decode"),
+    (bench, "--part decode --compile", "layer, rule"), (bench, "--part rule --dtype float32", "peers"),
+    (episodic, "--stablemax", "grok"), (episodic, "--embed-start 1", "grok"), (episodic, "--polarise 0", "--polarise"),
+    (episodic, "--grok --optimizer muon", "episodes"), (episodic, "--grok --words 90 --modulus 11", "episodes"),
     (episodic, "--grok --modulus 12", "--modulus"), (episodic, "--arithmetic 1.5", "--arithmetic"),
     (episodic, "--resume", "ckpt.pt"), (episodic, "--words 9", "--words"), (episodic, "--data gone", "gone")]
 
@@ -1657,7 +1675,7 @@ def test_a_resumed_run_may_lower_its_rates(copy, capsys):
 
 def test_telemetry_floor_and_loggers(text, tmp_path, monkeypatch, capsys):
     """Catches: means of another text or with dropout, a floor that does not hold at each step, rows that get lost."""
-    floors, told, real = [], [], train.train_step
+    floors, told = [], []
     wandb_run = types.SimpleNamespace(id="a1")
     fake = types.SimpleNamespace(init=lambda **how: told.append(how["name"]) or wandb_run,
                                  log=lambda row, step: told.append(row))
@@ -1666,11 +1684,15 @@ def test_telemetry_floor_and_loggers(text, tmp_path, monkeypatch, capsys):
     board = types.SimpleNamespace(SummaryWriter=lambda folder, purge_step: writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
     monkeypatch.setattr(train, "need", lambda package: None)
-    monkeypatch.setattr(train, "train_step", lambda model, *a: floors.append(
-        [m.floor for m in model.modules() if isinstance(m, wiring.Wiring)]) or real(model, *a))
+    floor = lambda model: [m.floor for m in model.modules() if isinstance(m, wiring.Wiring)]
+    for name in "train_step", "validate":
+        real = getattr(train, name)
+        monkeypatch.setattr(train, name, lambda model, *a, real=real: floors.append(floor(model)) or real(model, *a))
     flags = "--wiring mag --memory-floor 0.4,0.2,0.1 --polarise 0.1 --telemetry --wandb --tensorboard".split()
     assert go(text, tmp_path / "a", *FLAGS, *flags) == 0
-    assert floors == [[0.4]] + [[0.2]] * 3 + [[0.1]] * 6
+    assert floors == [[0.4]] * 2 + [[0.2]] * 4 + [[0.1]] * 8           # at the start, 10 steps, steps 4, 8 and 10
+    for step, at in (1, 0.4), (4, 0.2), (5, 0.1):             # what eval.py and sample.py load
+        assert floor(train.rebuild(saved(tmp_path / "a") | dict(step=step))[0]) == [at]
     logged = list(csv.DictReader((tmp_path / "a" / "log.csv").open()))
     assert [row["step"] for row in logged if row["memory/share"]] == ["4", "8", "10"]
     model, tokenizer = train.rebuild(saved(tmp_path / "a"))
@@ -2044,6 +2066,8 @@ def test_stream_tells_growth_and_nan(capsys):
     slowly = lambda state: torch.zeros(1000 if state is None else len(state) + 5)          # 9 % from the first tenth on
     with pytest.raises(common.Halt, match="memory grows"):
         eval.stream(Stub(uniform, slowly), ids, 20_000)
+    for n in (900, 2000, 3000):                               # the second piece brings the last buffers
+        eval.stream(Stub(uniform, lambda state: torch.zeros(9 if state is None else 99)), ids, n)
     eval.stream(Stub(uniform, slowly, attention=True, attn_window=0), ids, 20_000)
     with pytest.raises(common.Halt, match="nan after 1,024 tokens"):
         eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000)
@@ -2075,6 +2099,8 @@ def test_text_task_on_a_checkpoint(trained, text, capsys, monkeypatch):
     assert "not the text" not in said and "state +0.0%" in said
     monkeypatch.setattr(eval, "position_loss", lambda model, ids, length, *_: (torch.full((length,), math.nan), 1))
     assert eval.main([*argv, "0"]) == 1 and "not finite" in capsys.readouterr().err
+    eval.main([*argv, "0", "--report-tokens", "100"])
+    assert capsys.readouterr().out.count("  100 of 300 tokens  ") == 2
 
 
 def test_accuracy_of_an_oracle_and_of_a_fool():
@@ -2108,16 +2134,37 @@ def test_campaigns_go_on_where_they_stopped(task, names, tmp_path, capsys, monke
     argv += [str(file)] + ["--model", *names] * ("ablation" not in task)
     assert recall.main([*argv, "--seeds", "1"]) == 0
     once, first = len(trained), json.loads(file.read_text())["records"]
-    plot = ["--plot", str(tmp_path / "a.png")] if importlib.util.find_spec("matplotlib") else []
+    plot = ["--plot", str(tmp_path / "a.png")] * (task[0] in "nm" and task != "mad")
+    plot = plot if importlib.util.find_spec("matplotlib") else []
     assert recall.main([*argv, "--seeds", "1", "2", *plot]) == 0 and len(trained) == 2 * once
     records = json.loads(file.read_text())["records"]
     assert records[:len(names)] == first and [r["model"] for r in records] == names * 2 and set(trained) == set(names)
-    table = capsys.readouterr().out.split("seconds")[-1]
+    said = capsys.readouterr().out
+    titles = dict(mad=recall.MAD, ablation=["text", "needle"]).get(task.split()[0], [task.split()[0]])
+    assert all(f"\n{title}, {name}: " in said for title in titles for name in names)
+    table = said.split("seconds")[-1]
     assert all(f"\n{name} " in table for name in names) and table.count("+-") >= len(names)
-    assert not plot or task[:3] in ("mad", "abl") or 0 < (tmp_path / "a.png").stat().st_size < 100_000
+    assert not plot or 0 < (tmp_path / "a.png").stat().st_size < 100_000
     args = recall.parse(["mqar"])
     config, steps, lr = recall.variant("atlas,memory=linear,muon=False,steps=9,lr=0.1", args, vocab_size=9)
     assert (config.memory, config.muon, config.vocab_size, config.n_embd, steps, lr) == ("linear", False, 9, 64, 9, 0.1)
+    assert recall.variant(re.search(r"transformer\S*", recall.__doc__)[0], args)[0].head_dim == 16     # 64 / 4 heads
+
+
+@pytest.mark.parametrize("kept", ["", "5", "[]", "{}", '{"records": {}}', '{"records": 5}', '{"records": [5]}',
+    '{"records": [{"model": [], "seed": 1, "settings": {"config": {}}}]}',
+    '{"records": [{"model": "atlas", "seed": 1, "settings": []}]}'])
+def test_a_file_of_another_shape_is_not_overwritten(kept, tmp_path, capsys):
+    """Catches a traceback, or results of something else that are lost."""
+    (file := tmp_path / "a.json").write_text(kept)
+    assert "no results" in refused(capsys, recall.main, "mqar", "--json", file) and file.read_text() == kept
+
+
+def test_a_picture_without_a_name_is_not_a_committed_one():
+    """Catches a trial of a few seconds that overwrites results/*.png."""
+    made = [eval.parse(["--task", name, "--plot"]) for name in eval.TASKS] + [recall.parse(["mqar", "--plot"])]
+    assert [args.plot for args in made] == [f"{args.task}.png" for args in made]
+    assert bench.parse(["--plot"]).plot == "bench.png"
 
 
 def test_one_pass_by_hand(monkeypatch):
@@ -2195,8 +2242,8 @@ def test_bench_smoke(tmp_path, capsys):
 
 # ---- episodic.py
 
-EPISODE = ("--n-embd 16 --n-head 2 --seq-len 12 --batch-size 2 --batches 2 --words 80 --modulus 11 --threads 1 "
-         "--device cpu --eval-every 2 --eval-windows 1 --steps 4").split()
+SHORT = "--n-embd 16 --n-head 2 --batch-size 2 --modulus 11 --threads 1 --device cpu --eval-every 2 --steps 4".split()
+EPISODE = "--data text.txt --seq-len 12 --words 80 --eval-windows 1 --chunk 12 --head-dim 4 --features none --batches 1"
 
 
 @pytest.fixture
@@ -2246,14 +2293,17 @@ def test_sums():
         assert all((b, a) in side for side in (first, second) for a, b in side)
 
 
-@pytest.mark.parametrize("flags", ["--chunk 12 --head-dim 4 --features none --batches 1", "--grok"])
-def test_episodic_resume(words, tmp_path, monkeypatch, flags):
+@pytest.mark.parametrize("flags", [EPISODE, "--grok"])
+def test_episodic_resume(words, tmp_path, monkeypatch, flags, capsys):
     """A run that was stopped and resumed ends in the bits of one that was not, with its log. Catches: a step number
     not carried on, optimizers not loaded, settings lost or changed."""
+    monkeypatch.chdir(tmp_path)
     for out, code in ("a", 0), ("b", 128 + 15):
-        assert episodic.main([*EPISODE, *flags.split(), "--data", words, "--out", str(tmp_path / out)]) == code
+        assert episodic.main([*SHORT, *flags.split(), "--out", str(tmp_path / out)]) == code
+        assert re.search(r"model +\w+: [\d,]+ parameters", capsys.readouterr().out)            # without a size
         monkeypatch.setattr(train, "noted_signals", train.contextmanager(lambda: iter([[15]])))  # stops after a step
     monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     assert episodic.main(["--resume", "--seed", "3", "--out", str(tmp_path / "b")]) == 2
     assert episodic.main(["--resume", "--threads", "1", "--device", "cpu", "--out", str(tmp_path / "b")]) == 0
     a, b = (train.load_checkpoint(tmp_path / out, text=False) for out in "ab")
@@ -2368,7 +2418,8 @@ def test_readme_names_choices_links():
     assert told == list(range(1, len(told) + 1)) and cited == set(told), cited ^ set(told)
     for link in re.findall(r"\]\(([^)#]+)", README):
         assert (ROOT / link).exists(), link
-    files = [p for p in (ROOT / "results").iterdir() if p.name not in ("README.md", "probe.png")]     # a user's own
+    files = [p for p in (ROOT / "results").iterdir() if p.name not in ("README.md", "gpu.log")]
+    assert set(re.findall(r'\$out/([^"]+)"', (ROOT / "results/gpu.sh").read_text())) == {"gpu.log", "bench-gpu.json"}
     assert len(files) <= 22 and all(p.stat().st_size < 100_000 for p in files)
     assert [p.name for p in files if p.name not in README + MORE and p.suffix != ".log"] == []
     assert not re.findall(r"@[A-Z0-9]+@", README + MORE)

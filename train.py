@@ -33,7 +33,7 @@ from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_co
 from data import TOKENIZERS, Tokenizer, batch, encode_prompt, make_tokenizer, read, streams, windows
 from models import LM, PRESETS, SIZES, Config, holds_all, probe
 from muon import make_optimizers
-from wiring import Wiring
+from wiring import set_floor
 
 RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))     # torchrun sets these
 FORMAT = 4                                                    # of checkpoints
@@ -190,6 +190,7 @@ class Text(Task):
         """Say what the best weights make of the validation split, and let them write a sample."""
         tc, ckpt = self.tc, load_checkpoint(self.tc.out)
         model.load_state_dict(ckpt["model"])
+        set_floor(model, (ckpt["step"] - 1) / tc.steps)
         part = f"first {tc.report_tokens:,} tokens of the" if 0 < tc.report_tokens < len(self.splits[1]) else "whole"
         say(f"\nbest step {ckpt['step']} on the {part} validation split, in windows of {tc.seq_len}:")
         loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype, tc.report_tokens)
@@ -300,6 +301,7 @@ def train(model, optimizers, run, task):
     """Train from run["step"] on -> the number of the signal that stopped it, or None. Write no files if not tc.out."""
     tc, logs, out = task.tc, [], Path(task.tc.out) if task.tc.out and not RANK else None
     if run["step"] == 0:
+        set_floor(model, 0.0)
         run["start"], words = validate(model, task)
         if words:
             say(f"step {0:5d}/{tc.steps}{words}")
@@ -308,9 +310,7 @@ def train(model, optimizers, run, task):
         for step in range(run["step"] + 1, tc.steps + 1):
             tick, seen, last = time.perf_counter(), task.seen, step == tc.steps
             torch.manual_seed(tc.seed + RANK + step * PROCESSES)     # of dropout: a function of (seed, step, process)
-            for m in model.modules():
-                if isinstance(m, Wiring):
-                    m.set_floor((step - 1) / tc.steps)
+            set_floor(model, (step - 1) / tc.steps)
             loss, norm = train_step(model, optimizers, task, step - 1)
             speed = (task.seen - seen) * PROCESSES / (time.perf_counter() - tick)
             if out and not logs:                              # only now that a step has worked are older files touched
@@ -436,6 +436,7 @@ def rebuild(ckpt, config=None):
         raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes") from None
     if not all(p.isfinite().all() for p in model.parameters()):
         raise UserError(f"weights of {ckpt['path']} are not finite: its training diverged; give an earlier checkpoint")
+    set_floor(model, (ckpt["step"] - 1) / ckpt["train"]["steps"])
     return model, Tokenizer(**ckpt["tokenizer"]) if "tokenizer" in ckpt else None
 
 
@@ -513,8 +514,8 @@ def run_alone(given, settings, make_task, text):
     run = {key: old.get(key) if resume else value for key, value in run.items()}
     run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
     where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    say(f"model    {tc.model}, {tc.size}: {model.num_params():,} parameters, settings in {tc.out}/config.json\n"
-        f"data     {task.data['used']}: {task.about}\n"
+    say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
+        f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
         f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(dtype)[6:]}, float32 products: "
         f"{torch.get_float32_matmul_precision()}" + ", compiling .." * tc.compile)
     optimizers = task.optimizers(model)

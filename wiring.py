@@ -166,6 +166,14 @@ class WiringState(NamedTuple):
     config: object                        # models.Config of the layer that it fits
 
 
+def set_floor(model, done):
+    """Set the least weight of the memory's own output (--memory-floor) for a run of which this share is done."""
+    for m in model.modules():
+        if isinstance(m, Wiring):
+            floors = [float(f) for f in m.config.memory_floor.split(",")]
+            m.floor = floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
+
+
 class Wiring(nn.Module):
     """Attention wired with `memory`, a models.Memory, by config.wiring (formulas: the module docstring)."""
 
@@ -177,7 +185,7 @@ class Wiring(nn.Module):
         self.persistent = nn.Parameter(torch.zeros(config.persistent, config.n_embd)) if config.persistent else None
         self.y_norm = Norm(config.n_embd) if config.wiring != "mal" else None
         self.m_norm = Norm(config.n_embd)
-        self.set_floor(1.0)
+        set_floor(self, 1.0)
         self.init()
 
     def init(self):
@@ -188,11 +196,6 @@ class Wiring(nn.Module):
     def __getstate__(self):
         """Return what deepcopy and pickle take: all but the graph that the last call has left for LM.loss."""
         return self.__dict__ | dict(undecided=[])
-
-    def set_floor(self, done):
-        """Set the least weight of the memory's own output (--memory-floor) for a run of which this share is done."""
-        floors = [float(f) for f in self.config.memory_floor.split(",")]
-        self.floor = floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
 
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. mask and reset: as in models.LM.

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# On a GPU, from the repository's root: bash results/gpu.sh. Logs go to $OUT, or results/. All of it fits ten minutes.
+# On a GPU, from the repository's root: bash results/gpu.sh. It takes at most ten minutes, and writes gpu.log
+# and bench-gpu.json to $OUT, or results/.
 # Each part has a limit of its own, and the next one begins whatever became of it.
 set -uo pipefail
 out=${OUT:-results} device=${DEVICE:-cuda} steps=${STEPS:-100}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
-mkdir -p "$out" || exit
+mkdir -p "$out" && : > "$out/gpu.log" || exit
 export PYTHONUNBUFFERED=1
 
 part() {                                # part <name> <seconds> <command>: Ctrl-C at the limit, so results are kept
-    echo "== $1" | tee "$out/gpu-$1.log"
-    timeout -s INT -k 10 "$2" "${@:3}" 2>&1 | grep --line-buffered -v '^{' | tee -a "$out/gpu-$1.log" | tail -n 14
-    echo "exit code ${PIPESTATUS[0]}" | tee -a "$out/gpu-$1.log"
+    echo "== $1" | tee -a "$out/gpu.log"
+    timeout -s INT -k 10 "$2" "${@:3}" 2>&1 | grep --line-buffered -v '^{' | tee -a "$out/gpu.log" | tail -n 14
+    echo "exit code ${PIPESTATUS[0]}" | tee -a "$out/gpu.log"
 }
 
 cat > "$work/check.py" <<'END'
