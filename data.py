@@ -35,7 +35,6 @@ JSON = ".json", ".jsonl"
 BORDER = "\ud800"                                       # half of a surrogate pair, which no UTF-8 text can hold
 BLOCK = 2**24                                           # characters or ids read at a time
 LOADED = 2**28                                          # ids of a slice of Joined that is loaded
-PROGRESS = 2**26                                        # characters between two lines
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"       # its words
 
 
@@ -67,8 +66,7 @@ class Corpus(NamedTuple):
 
     def splits(self, tokenizer, seq_len):
         """Return ids to train and to validate on, arrays (N,). Raises UserError where tokenizer or seq_len do not fit.
-        A mix splits each part alone. To fit the weights, training repeats short parts, and validation cuts long
-        ones."""
+        A mix splits each part alone. To fit the weights, training repeats short parts, validation cuts long ones."""
         if self.mix:
             weights, parts = zip(*((weight, part.splits(tokenizer, seq_len)) for weight, part in self.mix))
             mixed = []
@@ -151,7 +149,7 @@ def _pieces(name):
             if text.strip() or not begins:              # no empty row or file
                 yield BORDER * (begins and n > 0) + text
                 n, begins, seen = n + begins, path.suffix.lower() in JSON, seen + len(text)
-                if seen % PROGRESS < len(text):
+                if seen % (4 * BLOCK) < len(text):      # not too often
                     tell()
     if not n:
         raise UserError(f"no text in {name}; give --data a text file, or a folder of .txt, .json or .jsonl files "
@@ -189,9 +187,9 @@ def _parts(path):
                     row["text"].encode()                # fails for bytes that are not UTF-8, and JSON's "\\ud800"
                     yield row["text"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        advice = ("a mix needs weights, as in a.txt:0.4,b.jsonl:0.6" if "," in str(path) and not path.exists() else
-                  "gunzip it first" if kind == ".gz" else "give --data a file or folder of text in UTF-8 (iconv "
-                  'converts), or JSON of objects with a "text"')
+        advice = ("gunzip it first" if kind == ".gz" else "a mix needs weights, a.txt:0.4,b.jsonl:0.6, and is not for "
+                  "data.py" if "," in str(path) and not path.exists() else "give --data a file or folder of text in "
+                  'UTF-8 (iconv converts), or JSON of objects with a "text"')
         fault = str(error).replace("line 1 column", "column")
         raise UserError(f"cannot read {where}: {type(error).__name__} {fault}; {advice}") from None
 
