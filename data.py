@@ -182,14 +182,14 @@ def _parts(path):
             for number, block in enumerate(blocks, 1):
                 if number > 1 or kind == ".jsonl":
                     where = f"{path}, {'line' if kind == '.jsonl' else f'block of {BLOCK:,} characters'} {number}"
-                made = dict(text=block) if kind not in JSON else json.loads(block) if block.strip() else []
+                made = dict(text=block) if kind not in JSON else json.loads(block.rstrip()) if block.strip() else []
                 for row in made if isinstance(made, list) else [made]:
                     row["text"].encode()                # fails for bytes that are not UTF-8, and JSON's "\\ud800"
                     yield row["text"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        advice = ("gunzip it first" if kind == ".gz" else "a mix needs weights, a.txt:0.4,b.jsonl:0.6, and is not for "
-                  "data.py" if "," in str(path) and not path.exists() else "give --data a file or folder of text in "
-                  'UTF-8 (iconv converts), or JSON of objects with a "text"')
+        advice = ("gunzip it first" if kind == ".gz" else "train.py takes a mix with weights, a.txt:0.4,b.jsonl:0.6"
+                  if "," in str(path) and not path.exists() else "give --data a file or folder of text in UTF-8 (iconv "
+                  'converts), or JSON of objects with a "text"')
         fault = str(error).replace("line 1 column", "column")
         raise UserError(f"cannot read {where}: {type(error).__name__} {fault}; {advice}") from None
 
