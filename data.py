@@ -2,14 +2,18 @@
 
 `read` finds a text or token files, `make_tokenizer` turns text into ids, and `split`, `batch`, `windows` and `streams`
 cut ids up. There is no loader object: a batch is a function of (seed, step), so an exact resume needs no loader state.
+A document is a file of a folder or a row of JSON. Between two documents a text has BORDER, and ids have the id of END.
 """
 import codecs
 import glob
 import hashlib
 import json
+import os
 import re
+import shutil
 import sys
 import urllib.request
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -26,48 +30,69 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TOKENIZERS = ("char", "byte", "bpe", "gpt2")
 EVERY_BYTE = [bytes([b]) for b in range(256)]
-END = b"<|endoftext|>"                                  # GPT-2's last token; it stands between texts
-BLOCK = 2**24                                           # characters encoded at a time
+END = b"<|endoftext|>"                                  # GPT-2's last token; it stands between documents
+JSON = ".json", ".jsonl"
+BORDER = "\ud800"                                       # half of a surrogate pair, which no UTF-8 text can hold
+BLOCK = 2**24                                           # characters or ids read at a time
+LOADED = 2**28                                          # ids of a slice of Joined that is loaded
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"       # its words
 
 
 # ---- text and token files
+class Joined:
+    """Join arrays of ids to one. A slice of up to LOADED ids is loaded; a longer one stays on the disk."""
+
+    def __init__(self, parts):
+        self.parts, self.edges = parts, np.cumsum([0, *map(len, parts)]).tolist()
+
+    def __len__(self):
+        return self.edges[-1]
+
+    def __getitem__(self, at):
+        start, stop, _ = at.indices(len(self))
+        low, high = bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop)
+        parts = [a[max(0, start - i): stop - i] for a, i in zip(self.parts[low:high], self.edges[low:])]
+        return np.concatenate(parts) if 0 < stop - start <= LOADED else Joined(parts)
+
+
 class Corpus(NamedTuple):
     """Hold what a name of --data stands for: a text, token files, or a mix of these."""
     used: str                                           # the name of what was really read
     sha256: str
-    text: str = ""
-    tokens: tuple = ()                                  # ids to train and to validate on, uint16 arrays on the disk
+    text: str = ""                                      # with BORDER between documents
+    tokens: tuple = ()                                  # ids to train and to validate on, Joined uint16 files
     mix: tuple = ()                                     # (weight, Corpus) of each part
+    greatest: int = 0                                   # of the ids in tokens
 
     def splits(self, tokenizer, seq_len):
         """Return ids to train and to validate on, arrays (N,). Raises UserError where tokenizer or seq_len do not fit.
-        A mix splits each part alone. To fit the weights, training repeats short parts, and validation cuts long
-        ones."""
+        A mix splits each part alone. To fit the weights, training repeats short parts, validation cuts long ones."""
         if self.mix:
             weights, parts = zip(*((weight, part.splits(tokenizer, seq_len)) for weight, part in self.mix))
             mixed = []
             for end, ids in zip((max, min), zip(*parts)):
                 total = end(len(a) / weight for a, weight in zip(ids, weights))
-                mixed.append(np.concatenate([np.resize(a, round(total * w)) for a, w in zip(ids, weights)]))
+                counts = [divmod(round(total * weight), len(a)) for a, weight in zip(ids, weights)]
+                mixed.append(Joined([part for a, (n, rest) in zip(ids, counts) for part in [a] * n + [a[:rest]]]))
             return tuple(mixed)
         if not self.tokens:
             return split(tokenizer.encode(self.text), seq_len, self.used)
         if (shorter := min(map(len, self.tokens))) <= seq_len:
-            raise UserError(f"a token file of {self.used} has {shorter} tokens, too few for --seq-len {seq_len}")
-        if (greatest := max(int(ids.max()) for ids in self.tokens)) >= tokenizer.vocab_size:
-            raise UserError(f"{self.used} holds token ids up to {greatest}, not of this {tokenizer.kind} vocabulary of "
-                            f"{tokenizer.vocab_size}; give the --tokenizer that made them, or a text")
+            raise UserError(f"a split of {self.used} has {shorter} tokens, too few for --seq-len {seq_len}")
+        if self.greatest >= tokenizer.vocab_size:
+            raise UserError(f"{self.used} holds token ids up to {self.greatest}, not of this {tokenizer.kind} "
+                            f"vocabulary of {tokenizer.vocab_size}; give the --tokenizer that made them, or a text")
         return self.tokens
 
 
 def read(name):
     """Return the Corpus of a name as --data takes it. Raises UserError for what cannot be read, is empty or not UTF-8.
     'shakespeare' is data/shakespeare.txt beside this file, downloaded if missing. Without a network it is 'pydoc',
-    Python's own help text; that differs between Python versions, so it is no benchmark. A folder with nanoGPT's token
-    files (*train*.bin and *val*.bin, no meta.pkl) stands for these; they are mapped, not loaded. Any other folder
-    stands for its .txt files, in subfolders too, joined by newlines. Any other name is a UTF-8 file; a .json or .jsonl
-    file gives its "text" fields. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
+    Python's own help text; that differs between Python versions, so it is no benchmark. A folder with token files
+    (*train*.bin and *val*.bin, no meta.pkl) stands for these, as nanoGPT or llm.c writes them, in any number of shards;
+    they are mapped, not loaded. Any other folder stands for its .txt, .json and .jsonl files, in subfolders too. Any
+    other name is a UTF-8 file; .json and .jsonl give the "text" of each row. 'a.txt:0.4,b.jsonl:0.6' is a mix of names
+    by weight."""
     weighted = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
     if all(weighted):
         mix = tuple((float(part[2]), read(part[1])) for part in weighted)
@@ -77,42 +102,96 @@ def read(name):
         digest = hashlib.sha256(" ".join(f"{part.sha256}:{weight}" for weight, part in mix).encode())
         train, val = zip(*(split(part.text) for _, part in mix))
         return Corpus(used, digest.hexdigest(), "".join(train + val), mix=mix)      # bpe learns from what comes first
+    files = [sorted(glob.glob(f"*{part}*.bin", root_dir=name)) for part in ("train", "val")]        # no hidden names
+    if all(files) and not Path(name, "meta.pkl").exists():
+        tokens = [[_token_file(Path(name, file)) for file in part] for part in files]
+        digest, greatest = hashlib.sha256(), 0
+        for ids in sum(tokens, []):
+            for i in range(0, len(ids), BLOCK):         # not by the map: its pages would count as memory in use
+                block = np.fromfile(ids.filename, "<u2", BLOCK, offset=ids.offset + 2 * i)
+                digest.update(block)
+                greatest = max(greatest, int(block.max()))
+        return Corpus(str(name), digest.hexdigest(), tokens=tuple(map(Joined, tokens)), greatest=greatest)
+    used, pieces = texts(name)
+    text = "".join(pieces)
+    return Corpus(used, hashlib.sha256(text.replace(BORDER, "\n").encode()).hexdigest(), text)
+
+
+def _token_file(path):
+    """Return the ids of a token file, uint16, mapped. Raises UserError for what holds no ids of two bytes."""
+    size, head = path.stat().st_size, np.fromfile(path, "<i4", 256)
+    first = 1024 * (len(head) == 256 and head[0] in (20240520, 20240801))          # llm.c's header of uint16, uint32
+    ids = np.fromfile(path, "<u2", 2**16, offset=first)
+    if len(ids) >= 64 and ids[1::2].max() < 4 <= ids[::2].max() or first and head[1] != 1:
+        raise UserError(f"{path} holds ids of four bytes; write it again with two, as uint16 (python data.py does)")
+    if size % 2 or not len(ids) or first and head[2] != (size - first) // 2:
+        raise UserError(f"{path} is empty or cut off: {size:,} bytes are not the ids of two bytes; write it again")
+    return np.memmap(path, "<u2", "r", first)           # of mode "c" all would have to fit into memory
+
+
+def texts(name):
+    """Return what is really read for a name, and an iterator over its text in pieces, BORDER between documents."""
     text = _shakespeare() if name == "shakespeare" else None
     if name == "pydoc" or name == "shakespeare" and not text:
         from pydoc_data.topics import topics
         name, text = "pydoc", "\n".join(topics[topic] for topic in sorted(topics))
-    train, val = (glob.glob(f"*{part}*.bin", root_dir=name) for part in ("train", "val"))       # no hidden names
-    if not text and len(train) == len(val) == 1 and not Path(name, "meta.pkl").exists():
-        tokens = tuple(np.memmap(Path(name, file), "<u2", "c") for file in train + val)  # torch warns of mode "r"
-        digest = hashlib.sha256(tokens[0])
-        digest.update(tokens[1])
-        return Corpus(str(name), digest.hexdigest(), tokens=tokens)
-    text = text or _text(name)
-    return Corpus(str(name), hashlib.sha256(text.encode()).hexdigest(), text)
+    return str(name), [text] if text else _pieces(Path(name))
 
 
-def _text(name):
-    """Return the text of a file, or of all .txt files of a folder, ordered by path. Line ends stay as they are."""
-    paths, texts = [Path(name)], []
-    if Path(name).is_dir():                             # glob skips hidden names (.ipynb_checkpoints, ._a.txt)
-        paths = [Path(name, path) for path in sorted(glob.glob("**/*.[tT][xX][tT]", root_dir=name, recursive=True))]
+def _pieces(name):
+    """Yield the text of a file or folder in pieces, and say how far it is. Raises UserError where there is none."""
+    paths, seen, n = _text_files(name) if name.is_dir() else [name], 0, 0
+    tell = lambda: print(f"data: read {seen:,} characters, {n:,} documents, from {i} of {len(paths)} files in {name}",
+                         file=sys.stderr)
+    for i, path in enumerate(map(Path, paths), 1):
+        begins = True
+        for text in _parts(path):
+            if text.strip() or not begins:              # no empty row or file
+                yield BORDER * (begins and n > 0) + text
+                n, begins, seen = n + begins, path.suffix.lower() in JSON, seen + len(text)
+                if seen % (4 * BLOCK) < len(text):      # not too often
+                    tell()
+    if not n:
+        raise UserError(f"no text in {name}; give --data a text file, or a folder of .txt, .json or .jsonl files "
+                        "(gunzip .gz) or of token files, *train*.bin and *val*.bin")
+    if n > 1 or name.is_dir():
+        tell()
+
+
+def _text_files(folder):
+    """Return the paths of a folder's text files in order, each real file once, whatever links to it or its folder."""
+    folders, found = {}, []
+    for at, inside, names in os.walk(folder, followlinks=True):
+        if folders.setdefault(os.path.realpath(at), at) != at:
+            names = inside[:] = []
+        inside[:] = sorted(sub for sub in inside if sub[0] != ".")                 # .ipynb_checkpoints, ._a.txt
+        found += [os.path.join(at, name) for name in names
+                  if name[0] != "." and name.lower().endswith((".txt", *JSON))]
+    return sorted({os.path.realpath(path): path for path in sorted(found, reverse=True)}.values())
+
+
+def _parts(path):
+    """Yield the texts of the rows of JSON, or blocks of a text, line ends as they are. Raises UserError naming the
+    file, and the line of .jsonl, that cannot be read."""
+    kind, where = path.suffix.lower(), path
+    if kind == ".bin":
+        raise UserError(f"{path} is a token file by its name; give --data the folder of *train*.bin and *val*.bin")
     try:
-        for path in paths:
-            text = path.read_bytes().decode().removeprefix("\ufeff")               # a byte order mark
-            if path.suffix in (".json", ".jsonl"):
-                lines = filter(str.strip, text.split("\n")) if path.suffix == ".jsonl" else [text]
-                rows = [row for made in map(json.loads, lines) for row in (made if isinstance(made, list) else [made])]
-                text = "\n".join(row["text"] for row in rows)
-            texts.append(text)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"cannot read {path}: {type(error).__name__} {error}; give --data a file or folder of text in "
-                        'UTF-8 (iconv converts), or JSON of objects with a "text"')
-    text = "\n".join(texts)
-    if not text.strip():
-        raise UserError(f"no text in {name}; give --data a text file, or a folder of .txt files or of two token files")
-    if Path(name).is_dir():
-        print(f"data: read {len(text):,} characters from {len(paths)} .txt files in {name}", file=sys.stderr)
-    return text
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
+            blocks = file if kind == ".jsonl" else iter(partial(file.read, -1 if kind in JSON else BLOCK), "")
+            for number, block in enumerate(blocks, 1):
+                if number > 1 or kind == ".jsonl":
+                    where = f"{path}, {'line' if kind == '.jsonl' else f'block of {BLOCK:,} characters'} {number}"
+                made = dict(text=block) if kind not in JSON else json.loads(block.rstrip()) if block.strip() else []
+                for row in made if isinstance(made, list) else [made]:
+                    row["text"].encode()                # fails for bytes that are not UTF-8, and JSON's "\\ud800"
+                    yield row["text"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        advice = ("gunzip it first" if kind == ".gz" else "train.py takes a mix with weights, a.txt:0.4,b.jsonl:0.6"
+                  if "," in str(path) and not path.exists() else "give --data a file or folder of text in UTF-8 (iconv "
+                  'converts), or JSON of objects with a "text"')
+        fault = str(error).replace("line 1 column", "column")
+        raise UserError(f"cannot read {where}: {type(error).__name__} {fault}; {advice}") from None
 
 
 def _shakespeare():
@@ -135,19 +214,26 @@ def _shakespeare():
 class Tokenizer:
     """Turn text into ids and back. tokens[id] is the UTF-8 bytes of an id, so one table decodes all kinds: char (the
     sorted characters of a text), byte (all 256), bpe (these, then pairs in order of merging), gpt2 (GPT-2's 50257).
+    `end` is the id of END, last in char and bpe if the text has several documents, always in byte and gpt2; else None.
+    Where a text itself says <|endoftext|>, that becomes ordinary tokens.
     """
 
     def __init__(self, kind, tokens):
         self.kind, self.tokens, self.vocab_size = kind, list(tokens), len(tokens)
+        self.end = self.tokens.index(END) if END in self.tokens else None
         if kind == "char":
-            self.ids = {str(t, "utf-8"): i for i, t in enumerate(tokens)}
+            self.ids = {BORDER if t == END else str(t, "utf-8"): i for i, t in enumerate(tokens)}
         elif kind != "byte":
             import tiktoken
             ranks = {t: i for i, t in enumerate(tokens) if t != END}
             self.bpe = tiktoken.Encoding(kind, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text):
-        """Return the int64 ids (T,) of a text. Raises UserError naming the characters that the vocabulary lacks."""
+        """Return the int64 ids (T,) of a text. Without END a border becomes a newline. Raises UserError naming the
+        characters that the vocabulary lacks."""
+        text = text.replace(BORDER, "\n") if self.end is None else text
+        if self.kind != "char" and BORDER in text:
+            return np.concatenate([ids for part in text.split(BORDER) for ids in ([self.end], self.encode(part))][1:])
         if self.kind == "byte":
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
         if self.kind in ("bpe", "gpt2"):
@@ -169,7 +255,8 @@ class Tokenizer:
 
     def bytes_a_token(self, ids):
         """Return the mean bytes of ids[1:], the tokens that a model predicts when it reads ids (N,)."""
-        return sum(len(self.tokens[i]) for i in ids[1:] if self.tokens[i] != END) / (len(ids) - 1)
+        lengths = np.array([len(token) * (token != END) for token in self.tokens])
+        return sum(lengths[ids[i: i + BLOCK]].sum() for i in range(1, len(ids), BLOCK)) / (len(ids) - 1)
 
     def state(self):
         """Return the arguments that make it again, in types that torch.load(weights_only=True) reads."""
@@ -185,13 +272,14 @@ def make_tokenizer(kind, text, bpe_size=1024):
     """Return a tokenizer of this kind. Raises UserError where a text or the network is missing. char takes all
     characters of the text, as nanoGPT does. bpe learns up to bpe_size tokens from the part to train on."""
     if kind == "byte":
-        return Tokenizer(kind, EVERY_BYTE)
+        return Tokenizer(kind, [*EVERY_BYTE, END])
     if kind != "gpt2" and not text:
         raise UserError(f"a {kind} vocabulary needs a text; for token files give --tokenizer gpt2 or byte")
+    several = BORDER in text
     if kind == "char":
-        return Tokenizer(kind, [character.encode() for character in sorted(set(text))])
+        return Tokenizer(kind, [character.encode() for character in sorted(set(text) - {BORDER})] + several * [END])
     if kind == "bpe":
-        return Tokenizer(kind, train_bpe(split(text)[0], bpe_size))
+        return Tokenizer(kind, train_bpe(split(text)[0], bpe_size - several) + several * [END])
     import tiktoken
     try:
         bpe = tiktoken.get_encoding("gpt2")
@@ -206,7 +294,8 @@ def train_bpe(text, size):
     starts from all bytes. Again and again the two neighbours most frequent inside of GPT-2's words become a token.
     Pairs count by the bytes they make, as tiktoken merges them. Of equal counts the first in byte order wins."""
     import regex                                        # tiktoken requires it
-    times = Counter(match.group().encode() for match in regex.finditer(GPT2_PATTERN, text))
+    times = Counter(match.group().encode() for document in text.split(BORDER)
+                    for match in regex.finditer(GPT2_PATTERN, document))
     parts = {word: [bytes([b]) for b in word] for word in times}
     tokens, counts, where = list(EVERY_BYTE), Counter(), defaultdict(set)   # of a pair: how often, in which words
 
@@ -280,25 +369,41 @@ def streams(ids, seq_len, n):
         yield inputs_and_targets(ids, range(i, i + n * length, length), min(seq_len, length - i))
 
 
+def documents(x, y, end, chunk):
+    """Return x, y, mask, reset (B, T) of inputs and targets (B, T). Each x == end begins a document, which moves to
+    the right, to a multiple of chunk; what leaves the row is dropped. Gaps have mask False, x 0 and y -100; reset is
+    True where a document begins. With chunk 4 and end 9, x  1 2 9 3 4 5 9 6  becomes  1 2 0 0 9 3 4 5."""
+    T, begins = x.shape[1], x == end
+    t = torch.arange(T, device=x.device).expand_as(x)
+    first = (t * begins).cummax(1).values               # where the document of a token begins
+    gaps = (first.roll(1, 1) - t) % chunk * (begins & (t > 0))
+    places = (t + gaps.cumsum(1)).clamp_max(T)
+    move = lambda a, gap: a.new_full((len(a), T + 1), gap).scatter(1, places, a)[:, :T].contiguous()
+    return move(x, 0), move(y, -100), move(torch.ones_like(begins), False), move(begins, False)
+
+
 # ---- python data.py
 def make_files(args):
     """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does. The end of a BLOCK may cut a word."""
     if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
         raise UserError(f"{args.out} already holds token files; give another --out")
-    corpus, tokenizer = read(args.data), make_tokenizer(args.tokenizer, "")
-    if corpus.mix or corpus.tokens:
-        raise UserError(f"{args.data} is a mix, or token files; give one text, and mix the token files")
-    blocks = (corpus.text[i: i + BLOCK] for i in range(0, len(corpus.text), BLOCK))
-    train, val = split(np.concatenate([tokenizer.encode(text).astype("<u2") for text in blocks]), 1, args.data)
-    for file, part in ("val.bin", val), ("train.bin", train):
-        with replacing(args.out / file) as temporary:
-            part.tofile(temporary)
+    tokenizer = make_tokenizer(args.tokenizer, "")
+    with replacing(args.out / "train.bin") as whole:    # all ids, until val.bin has the last tenth
+        with whole.open("wb") as file:
+            for text in texts(args.data)[1]:
+                file.write(tokenizer.encode(text).astype("<u2").tobytes())
+            train, val = split(range(file.tell() // 2), 1, args.data)
+        with replacing(args.out / "val.bin") as tail, whole.open("rb+") as source, tail.open("wb") as target:
+            source.seek(2 * len(train))
+            shutil.copyfileobj(source, target)
+            source.truncate(2 * len(train))
     say(f"data: {len(train):,} and {len(val):,} ids; use them with --data {args.out} --tokenizer {args.tokenizer}")
 
 
 def main(argv=None):
-    parser = Parser(prog="data.py", description="Makes token files of a text: OUT/train.bin and OUT/val.bin.")
-    parser.add_argument("--data", required=True, help="a text file, a folder of .txt files, shakespeare, pydoc")
+    parser = Parser(prog="data.py", description="Makes token files of a text: OUT/train.bin and OUT/val.bin. "
+                    "Between two documents, files or rows of JSON, stands the id of <|endoftext|>.")
+    parser.add_argument("--data", required=True, help="a file or folder of .txt, .json or .jsonl, shakespeare, pydoc")
     parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="what a token is [gpt2]")
     parser.add_argument("--out", default="tokens", type=Path, help="folder for train.bin and val.bin [tokens]")
     return exit_code(partial(make_files, parser.parse_args(argv)))

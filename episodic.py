@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 import train
 from common import Parser, UserError, add_flags, curve, exit_code, flag, need, opt, picture, refuse_unused, say
-from data import read
+from data import BORDER, read
 from models import PRESETS, Config, Memory
 
 RETRIEVAL = 10                        # weight of the retrieval phase; storage has 1
@@ -107,7 +107,7 @@ class Episodes(Watched):
     def __init__(self, tc, device, dtype, old=None):
         super().__init__(tc, device, dtype)
         corpus = read(tc.data)
-        found = re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|[^\w\s]", corpus.text.lower())
+        found = re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|[^\w\s]", corpus.text.replace(BORDER, "\n").lower())
         cut = len(found) * 9 // 10                            # the last tenth is for tests
         ids = {word: i for i, (word, _) in enumerate(Counter(found[:cut]).most_common(tc.words))}
         self.words = V = len(ids)
