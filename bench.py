@@ -149,7 +149,7 @@ def rule_call(args, batch, H, window, chunk, muon_every, shard, T):
     state = made.start(x)
     with torch.no_grad():
         *qkv, gates, _ = made.project(x, state)
-    leaves = [a.requires_grad_() for a in (*qkv, *gates, *made.M0, *made.global_M0)]
+    leaves = [a.requires_grad_() for a in (*qkv, *gates[:4], *made.M0, *made.global_M0)]
     learn = partial(shards.shards, shard) if shard else omega.omega
 
     def call():

@@ -111,10 +111,9 @@ def stream(model, ids, n):
     """Read n tokens through one state. Raises Halt where a loss is not finite or memory grows with the stream."""
     c, device, state, seen, total, marks = model.config, next(model.parameters()).device, None, 0, 0.0, []
     # a state's size depends on the place in a chunk, and in a segment of mac: look at it at the end of both
-    period = math.lcm(1 if c.attention else c.shard or c.chunk, c.attn_window if c.wiring == "mac" else 1)
     say(f"\na stream of {n:,} tokens\n     tokens  nats/token  tokens/s  resident MiB  state bytes")
     began = time.perf_counter()
-    for x, y in pieces(ids, n, -(-1024 // period) * period):
+    for x, y in pieces(ids, n, -(-1024 // c.period()) * c.period()):
         logits, state = model(x.to(device), state)
         total += F.cross_entropy(logits[0].float(), y[0].to(device), reduction="sum").item()
         seen += y.numel()

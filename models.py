@@ -7,6 +7,7 @@ There are two loops. The outer loop (train.py) learns every nn.Parameter here, a
 The inner loop (omega.py) runs inside forward. It starts from M0 at the beginning of every sequence, changes only the
 fast weights W of that sequence, and never touches a parameter. The `state` that forward returns holds what it learned.
 """
+import math
 import re
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -98,6 +99,11 @@ class Config:
         ):
             if fault:
                 raise UserError(message)
+
+    def period(self):
+        """Return the least number of tokens that whole chunks (or shards), and segments of MAC, take; for attention 1."""
+        chunk = 1 if self.attention else self.shard or self.chunk
+        return math.lcm(chunk, self.attn_window) if self.wiring == "mac" else chunk
 
     def rule(self):
         """Return the omega.Rule of these settings. Its muon_every is at most chunk, and 0 without Newton-Schulz."""

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 
 from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, locked, native_bfloat16, need,
                     opt, pick_dtype, plot, replacing, say, setup)
-from data import TOKENIZERS, Tokenizer, batch, encode_prompt, make_tokenizer, read, streams, windows
+from data import TOKENIZERS, Tokenizer, batch, documents, encode_prompt, make_tokenizer, read, streams, windows
 from models import LM, PRESETS, SIZES, Config, holds_all, probe
 from muon import make_optimizers
 from wiring import set_floor
@@ -57,6 +57,8 @@ class TrainConfig:
     batch_size: int = opt(8, "sequences in a forward pass", low=1)
     grad_accum: int = opt(1, "forward passes in a step", low=1)
     seq_len: int = opt(256, "tokens in a sequence", low=1)
+    documents: bool = opt(False, "training only: begin each document (row of .jsonl, file of a folder, END in token "
+                          "files) with a new memory, at the border of a chunk")
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest", ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
     embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr; with --tie give 1")
@@ -120,6 +122,8 @@ def settings(given, old=None):
     config = Config(**(network | flags(Config)))
     if tc.telemetry and (config.attention or config.shard):
         raise UserError(f"--telemetry: {tc.model} has no memory, or one in shards; drop the flag")
+    if tc.documents and (config.wiring != "lmm" and config.persistent or config.forget == "zero"):
+        raise UserError("--documents needs --forget start and, with --wiring, --persistent 0")
     if tc.grad_accum % PROCESSES:
         raise UserError(f"--grad-accum {tc.grad_accum} is no multiple of the number of processes, {PROCESSES}")
     if not resume and "warmup" not in given:
@@ -160,17 +164,28 @@ class Text(Task):
         self.tokenizer, self.splits = tokenizer, corpus.splits(tokenizer, tc.seq_len)
         self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), tokenizer.vocab_size
         self.saved = dict(tokenizer=tokenizer.state())
+        if tc.documents and tokenizer.end is None:
+            raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder, or token files of documents")
         self.columns = ["val", *(f"memory/{name}" for name in self.probed if tc.telemetry)]
         self.about = (f"{len(self.splits[0]):,} tokens to train, {len(self.splits[1]):,} to validate, "
                       f"{tokenizer.kind} vocabulary of {self.vocab_size:,}")
+
+    def begin(self, model):
+        """Say what --documents costs."""
+        if self.tc.documents:
+            x, y = batch(self.splits[0], self.tc.seed, 0, 256, self.tc.seq_len)
+            mask, period = documents(x, y, self.tokenizer.end, model.config.period())[2], model.config.period()
+            say(f"--documents: each begins at a multiple of {period} tokens; gaps take {1 - mask.double().mean():.1%}")
 
     def loss(self, model, number):
         """Return the loss of the batch with this number."""
         tc = self.tc
         x, y = (a.to(self.device) for a in batch(self.splits[0], tc.seed, number, tc.batch_size, tc.seq_len))
-        self.seen += x.numel()
+        self.seen, marks = self.seen + x.numel(), ()
+        if tc.documents:
+            x, y, *marks = documents(x, y, self.tokenizer.end, model.config.period())
         with autocast(self.device, self.dtype):
-            return model.loss(x, y)
+            return model.loss(x, y, *marks)
 
     def measure(self, model):
         """Return the validation loss; with --telemetry also means of models.probe over all layers."""
