@@ -101,7 +101,7 @@ class Config:
                 raise UserError(message)
 
     def period(self):
-        """Return the least number of tokens that whole chunks (or shards), and segments of MAC, take; for attention 1."""
+        """Return the least number of tokens that whole chunks (or shards), and segments of MAC, take; attention: 1."""
         chunk = 1 if self.attention else self.shard or self.chunk
         return math.lcm(chunk, self.attn_window) if self.wiring == "mac" else chunk
 

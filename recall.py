@@ -343,7 +343,7 @@ def parse(argv=None):
     add("task", choices=tuple(TASKS), metavar="TASK", help="needle, mqar, mad or ablation")
     add("--model", nargs="+", default=["atlas"], help="presets, changed or not: atlas,memory=mlp,steps=900 [atlas]")
     add("--seeds", type=at_least(int, 0), nargs="+", default=[1337], metavar="N", help="of weights and data [1337]")
-    add("--steps", type=at_least(int, 1), default=300, metavar="N", help="training steps [300; needle 1200, mad, ablation 600]")
+    add("--steps", type=at_least(int, 1), default=300, metavar="N", help="steps [300; needle 1200, mad, ablation 600]")
     add("--lr", type=at_least(float, 0), default=5e-3, metavar="X", help="peak learning rate of AdamW [0.005]")
     add("--batch-size", type=at_least(int, 1), default=32, metavar="N", help="sequences at a time [32; ablation 16]")
     add("--lengths", type=at_least(int, 16), nargs="+", default=[128, 256, 512, 1024, 2048, 4096], metavar="N",

@@ -165,7 +165,7 @@ class Text(Task):
         self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), tokenizer.vocab_size
         self.saved = dict(tokenizer=tokenizer.state())
         if tc.documents and tokenizer.end is None:
-            raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder, or token files of documents")
+            raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder or token files")
         self.columns = ["val", *(f"memory/{name}" for name in self.probed if tc.telemetry)]
         self.about = (f"{len(self.splits[0]):,} tokens to train, {len(self.splits[1]):,} to validate, "
                       f"{tokenizer.kind} vocabulary of {self.vocab_size:,}")
