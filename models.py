@@ -25,7 +25,7 @@ import omega
 import poly
 import shards
 from common import UserError, check, opt
-from memory import LOSSES, MEMORIES, at_least_float32, unit
+from memory import LOSSES, MEMORIES, at_least_float32, unit, without_autocast
 from muon import COEFFICIENTS
 from poly import FEATURES, Features, features_dim
 from wiring import (WIRINGS, Attention, AttentionState, Norm, Wiring, WiringState, check_input, check_state, heads,
@@ -182,12 +182,6 @@ class MemoryState(NamedTuple):
     seen: torch.Tensor | None = None      # (B, window - 1) bool: the last pairs that windows look at; None: all
 
 
-def without_autocast(x):
-    """Switch autocast off: fast weights stay float32, because in bfloat16 a keep of 0.999 is 1."""
-    there = torch.amp.is_autocast_available(x.device.type)                       # not on the meta device
-    return torch.autocast(x.device.type, enabled=False) if there else nullcontext()
-
-
 def short_conv(x, taps, same=None):
     """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: x (B, n + T, C), taps (n + 1, C) -> (B, T, C). same (B, T,
     n + 1): whether x_{t-n+j} belongs to the document of x_t."""
@@ -218,6 +212,7 @@ class Memory(nn.Module):
     With Newton-Schulz, `muon_every` tokens share one update; before it, queries read their plain steps (choice 15).
     """
     conv_width = 4
+    autocast_on = ("cuda",)               # devices on which autocast reaches the products of the memory, too
 
     def __init__(self, config, seed=0):
         super().__init__()
@@ -288,7 +283,7 @@ class Memory(nn.Module):
         q, k, v, gates, tail = self.project(x, state, doc, pairs)
         if doc is not None:                                   # shards sum up k k^T
             k, gates = k * (pairs[:, None, -x.shape[1]:, None] >= 0), masked(gates, doc, pairs, reset)
-        with without_autocast(x):
+        with nullcontext() if x.device.type in self.autocast_on else without_autocast(x):
             learn = partial(shards.shards, c.shard) if c.shard else omega.omega
             y, fast = learn(c.rule(), self.phi, q, k, v, gates, state.fast)
         seen = None if doc is None else (pairs == doc[:, -1:])[:, x.shape[1]:]
@@ -428,8 +423,10 @@ class LM(nn.Module):
         return loss
 
     def compile_memory(self, **options):
-        """Compile the chunk form of the memory, for the whole process, and attention blocks as a whole."""
+        """Compile the memory, SwiGLU and Norm, for the whole process, and attention blocks as a whole."""
         omega.compile_chunks(**options)
+        for owner, name in ((Memory, "project"), (Memory, "finish"), (SwiGLU, "forward"), (Norm, "forward")):
+            omega.compile_function(owner, name, **options)
         for block in self.blocks:
             if isinstance(block.layer, Attention):
                 block.compile(dynamic=False, **options)

@@ -366,7 +366,7 @@ def test_omega_is_omega_ref(case, monkeypatch):
         mixed = [omega.omega, omega_ref, omega.omega][:min(3, T)]
         close(play(mixed, rule, phi, x, (T // 2, T - 2)[:T - 1]), want[:2])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)            # recurrences by doubling
-    monkeypatch.setattr(omega, "AT_ONCE", 1)                                     # chunk after chunk
+    monkeypatch.setattr(omega, "AT_ONCE", (1, 1))                                    # chunk after chunk
     close(results(omega.omega), want)
     assert all(map(torch.equal, leaves, before))
     if rule.ball:                                             # it was at work
