@@ -181,12 +181,10 @@ def recur(decay, rows):
 
 
 def decays(decay):
-    """Return the products decay_{s+1} .. decay_t, (.., c) -> (.., c, c), 1 where s = t and 0 where s > t. Sums of
-    logarithms, each from s on, do not cancel (the segment sums of Mamba 2, Dao and Gu 2024)."""
-    c = decay.shape[-1]
-    below = torch.ones(c, c, dtype=torch.bool, device=decay.device).tril(-1)
-    logs = decay.clamp_min(torch.finfo(decay.dtype).tiny).log()[..., None].expand(*decay.shape, c)
-    return logs.where(below, 0).cumsum(-2).exp().tril()
+    """Return the products decay_{s+1} .. decay_t, (.., c) -> (.., c, c), 1 where s = t and 0 where s > t."""
+    sums = decay.clamp_min(torch.finfo(decay.dtype).tiny).log().cumsum(-1)
+    seen = torch.ones(*sums.shape[-1:] * 2, dtype=torch.bool, device=decay.device).tril()
+    return (sums[..., None] - sums[..., None, :]).where(seen, -torch.inf).exp()
 
 
 def recur_back(decay, rows):
@@ -420,8 +418,7 @@ def entering(rule, found):
 def plain_run(rule, chunks, gates, fast):
     """Learn from chunks without Newton-Schulz, one after the other -> bases, coef and written of `read`, fast."""
     bases, learned = [], []
-    with without_autocast(gates.keep):
-        P, coef, rows, ends = mixing(gates)
+    P, coef, rows, ends = mixing(gates)
     for chunk, reset, *last in zip(chunks.each(), first_tokens(gates.reset), rows.unbind(1), ends.unbind(1)):
         fast = fast.renew(reset)
         bases.append([*zip(fast.W, fast.S)] if fast.S else [*zip(fast.W)])
@@ -437,7 +434,6 @@ def muon_run(rule, chunks, gates, fast, begun, closes):
     bases, learned, written, m = [], [], None, rule.muon_every
     with without_autocast(gates.keep):
         in_U, old_in_U, coef, due = muon_mixing(gates, m, begun, closes, fast.due)
-        P, (old, *more) = pending(gates, m, begun, closes) if m > 1 else (None, (None,))
     parts = in_U.unbind(1), old_in_U.unbind(1), coef.unbind(1)
     for chunk, reset, *made in zip(chunks.each(), first_tokens(gates.reset), *parts):
         fast = fast.renew(reset)
@@ -448,6 +444,7 @@ def muon_run(rule, chunks, gates, fast, begun, closes):
         fast = fast._replace(W=W, S=S)
     due, coef = due[:, -1:], [*flat(coef).split(1, -1)]
     if m > 1:
+        P, (old, *more) = pending(gates, m, begun, closes)
         coef += [flat(a) for a in (*([old] if begun else []), *more)]
         written = flat(P), flat(chunks.qk), by_matrix(learned)
     if closes or not (begun + gates.keep.shape[-1]) % m:      # the next block begins from 0
