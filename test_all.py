@@ -2541,9 +2541,10 @@ CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINE
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.S))
-def test_readme_examples_run(block, monkeypatch):
+def test_readme_examples_run(block, monkeypatch, tmp_path):
     """Catches an example that a change of the API has broken."""
     monkeypatch.setattr(omega, "omega", omega.omega)
+    monkeypatch.chdir(tmp_path)                               # one saves a state
     exec(block, {})
 
 
