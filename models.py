@@ -407,19 +407,29 @@ class LM(nn.Module):
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
         states, remat = [], self.remat and torch.is_grad_enabled()
-        for block, s in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
+        for block, s in self.with_blocks(state or [None] * len(self.blocks)):
             args = x, s, mask, reset
             x, s = checkpoint(block, *args, use_reentrant=False) if remat else block(*args)
             states.append(s)
         return self.head(self.norm(x)), tuple(states)
 
+    def with_blocks(self, states):
+        """Return pairs of a block and its state. Raises ValueError unless there is a state for each."""
+        if isinstance(states, tuple) and hasattr(states, "_fields") or len(states) != len(self.blocks):
+            raise ValueError(f"a model of {len(self.blocks)} blocks takes a tuple of that many states")
+        return zip(self.blocks, states)
+
     def loss(self, tokens, targets, mask=None, reset=None):
-        """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count.
-        With `polarise` it also holds the attention gates' indecision, times that number."""
+        """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T). Targets of -100, and those of
+        masked tokens, do not count; the last token before padding needs a -100. With `polarise` the loss also holds the
+        attention gates' indecision, times that number. mask and reset: as in `forward`."""
         logits = at_least_float32(self(tokens, None, mask, reset)[0])
+        targets = targets if mask is None else targets.masked_fill(~mask, -100)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         if self.config.polarise:
-            loss = loss + self.config.polarise * torch.stack([g for b in self.blocks for g in b.layer.undecided]).mean()
+            undecided = torch.stack([torch.cat(block.layer.undecided, 1) for block in self.blocks]).mean(0)     # (B, T)
+            real = torch.ones_like(undecided) if mask is None else mask
+            loss = loss + self.config.polarise * (undecided * real).sum() / real.sum()
         return loss
 
     def compile_memory(self, **options):
@@ -490,6 +500,9 @@ def detach(state):
 def select(state, rows):
     """Return the state of these sequences of the batch (a list or tensor of indices): reordered, repeated, dropped."""
     rows = torch.as_tensor(rows)
+    if rows.dim() != 1 or rows.numel() and rows.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"rows is a list of indices, not {rows.tolist()}")
+    rows = rows.long()                                        # an empty list comes as float32
     return map_state(lambda a: a[rows], state)
 
 
@@ -501,7 +514,7 @@ def pack(state):
 def unpack(model, packed):
     """Return a packed state as one of this LM or layer, on its device. Raises ValueError if it does not fit."""
     if isinstance(model, LM):
-        return tuple(unpack(block.layer, state) for block, state in zip(model.blocks, packed, strict=True))
+        return tuple(unpack(block.layer, state) for block, state in model.with_blocks(packed))
     check_state(model, packed)
     inside, device = getattr(model, "memory", model), next(model.parameters()).device
     M0 = lambda _, names, i: (inside.global_M0 if "whole" in names else inside.M0)[i]
