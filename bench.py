@@ -297,10 +297,9 @@ def measure(args):
                 result["records"] += [dict(part=name, **row) for row in rows]
                 if args.json:                                 # at once, so that Ctrl-C loses nothing
                     Path(args.json).write_text(json.dumps(result) + "\n")
-    if args.plot:
-        lines = {models.title(name): [[r[x] for r in result["records"] if r["part"] == "layer" and r["name"] == name]
-                                      for x in ("T", "tokens_per_s")] for name in args.model}
-        picture(args.plot, lines, "sequence length [tokens]", "forward + backward of one layer [tokens/s]", log="xy")
+    lines = {models.title(name): [[r[x] for r in result["records"] if r["part"] == "layer" and r["name"] == name]
+                                  for x in ("T", "tokens_per_s")] for name in args.model}
+    picture(args.plot, lines, "sequence length [tokens]", "forward + backward of one layer [tokens/s]", log="xy")
 
 
 def main(argv=None):

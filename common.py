@@ -9,7 +9,7 @@ import os
 import platform
 import signal
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import field, fields
 from pathlib import Path
 
@@ -99,10 +99,8 @@ def add_flags(group, cls, presets, skip=()):
 
 
 def add_device(parser, threads=0):
-    """Add --device and --threads."""
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
-    parser.add_argument("--threads", type=at_least(int, 0), default=threads, metavar="N",
-                        help=f"CPU threads; 0: torch decides [{threads}]")
+    parser.add_argument("--threads", type=at_least(int, 0), default=threads, help=f"0: torch decides [{threads}]")
 
 
 def at_least(kind, low, high=2**31 - 1):
@@ -161,8 +159,7 @@ def replacing(path):
 
 def check_files(plot, file):
     """Raise UserError where the file of --plot or --json cannot be made; called before the work begins."""
-    if plot:
-        need("matplotlib")
+    need("matplotlib", plot)
     for path in map(Path, filter(None, (plot, file))):
         if path.is_dir() or not os.access(path if path.exists() else f"{path.parent}/", os.W_OK):
             raise UserError(f"cannot write {path}; give another file, or make its folder")
@@ -170,12 +167,11 @@ def check_files(plot, file):
 
 @contextmanager
 def locked(folder):
-    """Make a folder and hold it for this process. Raises UserError where another one does, which it names, or where no
-    file can be written. The kernel frees the lock of a killed process. A new folder that stays empty is removed."""
-    new, lock = [path for path in (folder, *folder.parents) if not path.exists()], folder / "lock"
+    """Make a folder and hold it for this process. Raises UserError where another process holds it, or where no file
+    can be written. The kernel frees the lock of a killed process."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = lock.open("a+")
+        file = (lock := folder / "lock").open("a+")
     except OSError as fault:
         raise UserError(f"cannot write in --out {folder} ({fault.strerror}); give another folder") from None
     with file:
@@ -186,25 +182,24 @@ def locked(folder):
             raise UserError(f"--out {folder} is in use by {lock.read_text()}; give another, or end that run") from None
         except (ImportError, OSError):                        # Windows and some network disks have no such lock
             pass
+        lock.write_text(f"process {os.getpid()} on {platform.node()}")
         try:
-            lock.write_text(f"process {os.getpid()} on {platform.node()}")
             yield
         finally:
-            with suppress(OSError):
-                lock.unlink()
-                for path in new:
-                    path.rmdir()
+            lock.unlink(missing_ok=True)
 
 
-def need(package):
-    """Raise UserError where an optional package is missing; called before the work begins."""
-    if not importlib.util.find_spec(package):
+def need(package, wanted=True):
+    """Raise UserError where an optional package is wanted and missing; called before the work begins."""
+    if wanted and not importlib.util.find_spec(package):
         raise UserError(f"this needs {package}: pip install {package}")
 
 
 def picture(path, lines, x, y, log="", level=None, trained=None):
     """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with bands clipped to [0, 1], over axes named x and y. log
-    names the logarithmic axes. A dotted line is drawn at `level`, for guessing, and a vertical one at `trained`."""
+    names the logarithmic axes. `level` is drawn as a dotted line, `trained` as a vertical one. No path: no picture."""
+    if not path:
+        return
     need("matplotlib")
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.4, 4), layout="constrained")
@@ -283,7 +278,6 @@ def native_bfloat16(device):
 
 
 def pick_dtype(name, device):
-    """Return the torch.dtype of a --dtype."""
     return getattr(torch, ("bfloat16" if native_bfloat16(device) else "float32") if name == "auto" else name)
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, curve, exit_code, flag, need, opt, picture, refuse_unused, say
+from common import Parser, UserError, add_flags, curve, exit_code, need, opt, picture, refuse_unused, say
 from data import BORDER, read
 from models import PRESETS, Config, Memory
 
@@ -66,15 +66,13 @@ def settings(given, old=None):
     if old and "modulus" not in run:
         raise UserError(f"{old['path']} is no run of episodic.py; give its --out")
     refuse_unused(given, [task], USES)
-    for name in given.keys() - train.FREE - {"plot", "dtype"} if old else ():
-        if given[name] != run.get(name):
-            raise UserError(f"{flag(name)} is {run.get(name)} in {old['path']}, not {given[name]}; drop the flag")
+    if old:
+        train.keep_to(old, given.keys() - train.FREE - {"plot", "dtype"}, given)
     run = {name: a for name, a in run.items() if name not in train.LAUNCH} | given
     tc = Settings(**{f.name: run.pop(f.name) for f in fields(Settings) if f.name in run})
     if not (tc.modulus % 2 and tc.arithmetic <= 1 and 0 < tc.share <= 0.99 and (tc.seq_len > 5 or tc.task == "grok")):
         raise UserError("--modulus is odd, --arithmetic at most 1, --share in (0, 0.99], --seq-len of episodes above 5")
-    if tc.plot:
-        need("matplotlib")
+    need("matplotlib", tc.plot)
     return tc, Config(**run)
 
 

@@ -34,7 +34,7 @@ def load(path, device, no_write=False):
     model, tokenizer = train.rebuild(ckpt)
     if no_write:
         if model.config.attention:
-            raise UserError(f"--no-write: {ckpt['path']} has no memory that writes ({ckpt['preset']}); drop the flag")
+            raise UserError(f"--no-write: {ckpt['path']} ({ckpt['preset']}) has no memory that writes; drop the flag")
         model.config.max_step, model.config.keep = 0.0, False    # the bound of all inner steps; M0 is not forgotten
     return ckpt, model.to(device).eval(), tokenizer
 
@@ -66,9 +66,8 @@ def text_task(args, device):
         how = val, min(args.length or 4 * T, len(val) - 1), args.batch_size, args.windows
         say(f"{ckpt['path']}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
             f"{ckpt['data']['used']} in windows of {T}")
-        part = "the validation files" if corpus.tokens else "the last tenth"
-        other = "" if corpus.sha256 == ckpt["data"]["sha256"] else "; not the text of the training"
-        say(f"{part} of {corpus.used}, {len(val):,} tokens{other}" + "; the memory writes nothing" * args.no_write)
+        other = "; not the text of the training" * (corpus.sha256 != ckpt["data"]["sha256"])
+        say(f"{len(val):,} validation tokens of {corpus.used}{other}" + "; the memory writes nothing" * args.no_write)
         loss = train.report(model, tokenizer, val, T, args.batch_size, max_tokens=args.report_tokens)
         at, n = position_loss(model, *how)
         say(f"\nby position, mean of {n} windows of {len(at)}; trained on {T}\n  tokens before   nats/token")
@@ -83,8 +82,7 @@ def text_task(args, device):
         lines[name] = curve(at)
         if args.plot and not args.no_write and not model.config.attention:
             lines[f"{name}, cannot write"] = curve(position_loss(load(path, device, no_write=True)[1], *how)[0])
-    if args.plot:
-        picture(args.plot, lines, "tokens before", f"loss [nats/token], mean of {n} windows", log="x", trained=T)
+    picture(args.plot, lines, "tokens before", f"loss [nats/token], mean of {n} windows", log="x", trained=T)
 
 
 # ---- a stream without end
@@ -142,8 +140,8 @@ def probe_task(args, device):
     ckpt, model, tokenizer = load(args.ckpt[0], device)
     if model.config.attention or model.config.shard:
         raise UserError(f"--task probe: {ckpt['path']} has no memory, or one in shards ({ckpt['preset']})")
-    ids = (tokenizer.encode(args.prompt) if args.prompt
-           else data.read(args.data or ckpt["train"]["data"]).splits(tokenizer, 1)[1])
+    text = args.data or ckpt["train"]["data"]
+    ids = tokenizer.encode(args.prompt) if args.prompt else data.read(text).splits(tokenizer, 1)[1]
     ids = torch.as_tensor(ids[: args.length or ckpt["train"]["seq_len"]]).long()
     found, lines, kept = models.probe(model, ids[None].to(device)), {}, []
     say(f"{ckpt['path']}: {ckpt['preset']}, step {ckpt['step']}, over {len(ids)} tokens: mean +- standard deviation\n"
@@ -170,8 +168,7 @@ def show(args, kept, lines, x, y="error |M(k) - v|² / |v|²", log="x"):
     """Keep results with --json and draw lines with --plot."""
     if args.json:
         Path(args.json).write_text(json.dumps(kept, indent=1) + "\n")
-    if args.plot:
-        picture(args.plot, lines, x, y, log=log)
+    picture(args.plot, lines, x, y, log=log)
 
 
 # ---- the rule by itself

@@ -269,8 +269,7 @@ def campaign(args, trial, columns, chance="", x="", **how):
         cells = [f"{mean:.3f}" + f" +- {b:.3f}" * (len(args.seeds) > 1) for mean, b in zip(means, spreads)]
         seconds = sum(done[name, seed]["seconds"] for seed in args.seeds)
         say(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells) + f"{seconds:10d}")
-    if args.plot:
-        picture(args.plot, lines, x, "right answers", **how)
+    picture(args.plot, lines, x, "right answers", **how)
     return found
 
 

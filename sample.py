@@ -82,19 +82,17 @@ def speak(args):
     prompt, device = read_prompt(args.prompt), setup(args.device, args.threads)
     ckpt = load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
+    model.to(device)
     origin = [ckpt["config"], ckpt["step"], ckpt["seconds"]]  # no other training took exactly as long
-    state, ids = load_state(args.load_state, origin, model.to(device)) if args.load_state else (None, [])
+    state, ids = load_state(args.load_state, origin, model) if args.load_state else (None, [])
     ids = [*ids, *map(int, encode_prompt(tokenizer, prompt) if prompt or not ids else ())]
     print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, state=state,
                generator=torch.Generator(device).manual_seed(args.seed))
-    read, end = ids[:-1] if args.save_state and not args.tokens and ids[1:] else ids, []
-
-    def write():
-        end[:] = yield from continue_text(model.to(device), tokenizer, read, args.tokens, **how)
+    read, end = ids if args.tokens else ids[:-1] or ids, []   # the next text begins with what this one leaves unread
     for i in range(args.num):
         print("---------------\n" * (i > 0) + prompt, end="", flush=True)
-        for piece in until(args.stop, write()):
+        for piece in until(args.stop, continue_text(model, tokenizer, read, args.tokens, end, **how)):
             print(piece, end="", flush=True)
         print(flush=True)
     if args.save_state:

@@ -1249,7 +1249,7 @@ def test_hidden_names_are_not_read(tmp_path, capsys):
         (path := tmp_path / ".in" / name).parent.mkdir(parents=True, exist_ok=True)     # but a folder that is named is
         path.write_bytes(body)
     assert data.read(tmp_path / ".in").text.split(data.BORDER) == ["A\r\nZ", "B", "C"]
-    assert "6 characters, 3 documents, from 3 of 3 files" in capsys.readouterr().err
+    assert "6 characters, 3 documents, 3 files" in capsys.readouterr().err
 
 
 def test_json_and_mixes(tmp_path, monkeypatch):
@@ -1287,7 +1287,7 @@ def test_links_and_kinds_of_files(tmp_path):
     ("t.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: JSONDecodeError .*: column 13"),
     ("t.JSONL", b'{"text": "a"}\n{"txt": "b"}', "JSONL, line 2: KeyError 'text'"),
     ("t.json", b'{"text": 1}', "AttributeError"), ("t.jsonl", b'{"text": "\xe9"}', "line 1: .*position 0.*iconv"),
-    ("t.jsonl", rb'{"text": "a\ud800"}', "line 1: .*surrogates not"), ("a/t.txt", b"abcdef\xe9", "t.txt, block of 4"),
+    ("t.jsonl", rb'{"text": "a\ud800"}', "line 1: .*surrogates not"), ("a/t.txt", b"abcdef\xe9", "t.txt, block 2"),
     ("t.txt.gz", b"\x1f\x8b\x08", "gunzip"), ("a/t.gz", b"", "no text in a; .*gunzip"),
     ("a/train.bin", b"ab", "no text"), ("train.bin", b"T\0o\0", "folder of"),
     ("x", b"", "a.txt,x: .*no such file.*with weights, a.txt:0.4")], ids=lambda part: None)
@@ -1702,7 +1702,7 @@ MISTAKES = [                                                  # program, flags, 
     (train, "--data words --seq-len 400", "short"), (train, "--muon False", "False"),
     (train, f"--seed {2**64 - 1}", "--seed"), (episodic, f"--grok --seed {2**64 - 1}", "--seed"),
     (train, f"--threads {2**64}", "--threads"), (train, "--beta2 1", "--beta2"), (episodic, "--beta2 1", "--beta2"),
-    (train, "--out words", "--out words"), (episodic, "--grok --out words/x", "--out words/x"),
+    (train, "--data words --out words", "--out words"), (episodic, "--grok --out words/x", "--out words/x"),
     (sample, "--ckpt run --prompt \udcff", "UTF-8"), (sample, "--save-state x --num 2", "--num"),
     (sample, "--ckpt run --load-state words", "words"),
     (sample, "--top-p 1.1", "--top-p"), (sample, "--ckpt gone", "gone"), (sample, "--prompt -", "UTF-8"),
@@ -1782,7 +1782,8 @@ def test_one_folder_one_run(copy, text, capsys, monkeypatch):
     a mistake not leave a folder behind, and a disk without locks not prevent a run."""
     before = contents(copy)
     with common.locked(copy):
-        for main, argv in ((train.main, ["--resume"]), (train.main, [*NET, *RUN, "--data", text]), (episodic.main, [])):
+        for main, *argv in ((train.main, "--resume", "--steps", 20), (train.main, *NET, *RUN, "--data", text),
+                            (episodic.main, "--grok", "--device", "cpu")):
             assert f"process {os.getpid()} " in refused(capsys, main, *argv, "--out", copy)
         monkeypatch.setattr(train, "RANK", 1)                 # only process 0 of torchrun writes
         monkeypatch.setattr(train, "PROCESSES", 2)
@@ -1818,7 +1819,7 @@ def test_the_report_is_bounded_and_shows_progress(text, trained, tmp_path, capsy
 def test_a_resumed_run_may_lower_its_rates(copy, capsys):
     """`lower --lr`, says a run that stops, and --resume --lr was refused."""
     again = "--resume", "--out", copy, "--device", "cpu", "--steps", 12
-    assert "can lower it" in refused(capsys, train.main, *again, "--lr", 0.5)
+    assert "can lower" in refused(capsys, train.main, *again, "--lr", 0.5)
     assert train.main(list(map(str, (*again, "--lr", 1e-3)))) == 0
     assert "--lr is 0.001 from here on, " in capsys.readouterr().out
     ckpt = saved(copy)
@@ -1836,7 +1837,7 @@ def test_telemetry_floor_and_loggers(text, tmp_path, monkeypatch, capsys):
     writer = types.SimpleNamespace(add_scalar=lambda *row: told.append(row), flush=lambda: None)
     board = types.SimpleNamespace(SummaryWriter=lambda folder, purge_step: writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    monkeypatch.setattr(train, "need", lambda package: None)
+    monkeypatch.setattr(train, "need", lambda *_: None)
     floor = lambda model: [m.floor for m in model.modules() if isinstance(m, wiring.Wiring)]
     for name in "train_step", "validate":
         real = getattr(train, name)
@@ -1870,7 +1871,7 @@ def test_telemetry_floor_and_loggers(text, tmp_path, monkeypatch, capsys):
 def test_loggers_go_on_where_a_run_stopped(text, tmp_path, monkeypatch):
     """A killed and resumed run is one curve and one run of wandb; a new run is another. log.csv keeps its columns."""
     told, real = [], train.train_step
-    monkeypatch.setattr(train, "need", lambda package: None)
+    monkeypatch.setattr(train, "need", lambda *_: None)
     init = lambda **how: told.append((how["id"], how["resume"])) or types.SimpleNamespace(id=how["id"] or "w1")
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, log=lambda row, step: None))
 

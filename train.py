@@ -100,22 +100,31 @@ TRAIN_SIZES = {                                               # differences from
 NO_FLAG = "vocab_size", "attention"                           # which the tokenizer and the preset decide
 LAUNCH = {"out", "resume", "device", "compile", "threads", "wandb", "tensorboard"}    # never read from a checkpoint
 RATES = {"lr", "outer_muon_lr"}                               # may be lower on --resume
-FREE = LAUNCH | RATES | {"data", "steps", "eval_every", "log_every", "remat", "telemetry", "report_tokens"}     # differ
+FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "telemetry", "report_tokens"}     # may differ
 KEPT = {"model", "size", "tokenizer", "bpe_size"}             # --init takes them from the checkpoint
+
+
+def keep_to(old, names, given):
+    """Raise UserError for a given flag of these names that differs from the checkpoint. Say where it lowers a rate."""
+    was = asdict(Config(**old["config"])) | old["train"]
+    for name in names:
+        if name in RATES and given[name] < was[name]:
+            say(f"{flag(name)} is {given[name]} from here on, {was[name]} before")
+        elif given[name] != was.get(name):
+            raise UserError(f"{flag(name)} is {was.get(name)} in {old['path']}, not {given[name]}; drop the flag "
+                            "(--resume can lower a rate), or begin a new run (--init takes the weights along)")
 
 
 def settings(given, old=None):
     """Return TrainConfig and Config from the given flags and the checkpoint of --resume or --init, if there is one. A
     new run takes defaults < size < preset < flags. With --init the old network takes the place of size and preset."""
-    resume, was = given.get("resume"), asdict(Config(**old["config"])) | old["train"] if old else {}
-    for name in given.keys() - FREE if resume else given.keys() & KEPT & was.keys():
-        if given[name] != was[name]:
-            raise UserError(f"{flag(name)} is {was[name]} in {old['path']}, not {given[name]}; drop the flag, or begin "
-                            "a new run (--init takes the weights along)")
+    resume, was = given.get("resume"), old["train"] if old else {}
+    if old:
+        keep_to(old, given.keys() - FREE if resume else given.keys() & KEPT & was.keys(), given)
     size = was.get("size", given.get("size", "auto"))
     if size == "auto":
         size = "baby" if given.get("device") != "cpu" and torch.cuda.is_available() else "tiny"
-    kept = {name: was[name] for name in (old["train"].keys() - LAUNCH if resume else KEPT & was.keys())}
+    kept = {name: was[name] for name in (was.keys() - LAUNCH if resume else KEPT & was.keys())}
     network = old["config"] if old else SIZES[size] | PRESETS[given.get("model", TrainConfig.model)]
     flags = lambda cls: {f.name: given[f.name] for f in fields(cls) if f.name in given}
     tc = TrainConfig(**(TRAIN_SIZES[size] | kept | flags(TrainConfig) | {"size": size}))
@@ -178,7 +187,6 @@ class Text(Task):
             say(f"--documents: each begins at a multiple of {period} tokens; gaps take {1 - mask.double().mean():.1%}")
 
     def loss(self, model, number):
-        """Return the loss of the batch with this number."""
         tc = self.tc
         x, y = (a.to(self.device) for a in batch(self.splits[0], tc.seed, number, tc.batch_size, tc.seq_len))
         self.seen, marks = self.seen + x.numel(), ()
@@ -210,8 +218,8 @@ class Text(Task):
         say(f"\nbest step {ckpt['step']} on the {part} validation split, in windows of {tc.seq_len}:")
         loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype, tc.report_tokens)
         torch.manual_seed(tc.seed)
-        sample = continue_text(model, self.tokenizer, encode_prompt(self.tokenizer, ""), SAMPLE, temperature=0.8)
-        say("\n" + "".join(sample) + "\n")
+        start = encode_prompt(self.tokenizer, "")
+        say("\n" + "".join(continue_text(model, self.tokenizer, start, SAMPLE, [], temperature=0.8)) + "\n")
         if self.device.type == "cuda":
             say(f"peak memory on the GPU: {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB")
         before, after = run["start"]["val"], run["end"]["val"]
@@ -259,19 +267,19 @@ def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32, max_
     return losses[0]
 
 
-def continue_text(model, tokenizer, ids, n, **how):
-    """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate. Return
-    the state and, in a list, the id that it has not read: the last."""
-    feed, last, end = tokenizer.stream(), [], []
+def continue_text(model, tokenizer, ids, n, end, **how):
+    """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate. The list
+    `end` becomes the state and, in a list, the id that it has not read: the last."""
+    feed, last = tokenizer.stream(), []
     tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
 
     def drawn():
-        end.append((yield from model.eval().generate(tokens, n, **how)))
+        state = yield from model.eval().generate(tokens, n, **how)
+        end[:] = state, last
     for token in drawn():
         last = token.tolist()
         yield feed(last)
     yield feed(final=True)
-    return end[0], last
 
 
 # ---- the loop
@@ -419,7 +427,6 @@ def save_file(path, tree):
 
 
 def save_checkpoint(path, run, model, optimizers):
-    """Save the whole state of a run."""
     optimizers = [optimizer.state_dict() for optimizer in optimizers]
     save_file(path, dict(run, format=FORMAT, model=model.state_dict(), optimizers=optimizers))
 
@@ -437,8 +444,7 @@ def load_checkpoint(path, text=True):
             cls(**values)                                     # TypeError for a field that it lacks
     except Exception as fault:                                # its type depends on what the file is
         why = str(fault).partition("\n")[0] if isinstance(fault, (TypeError, ValueError)) else type(fault).__name__
-        raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this version of train.py, which "
-                        "makes one in --out") from None
+        raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this train.py") from None
     return dict(ckpt, path=str(path))
 
 
@@ -488,26 +494,14 @@ def launch(given, settings=settings, make_task=Text, text=True):
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
     if PROCESSES > 1 and not text:
         raise UserError("this program is one process; start it without torchrun")
-    with nullcontext() if RANK else locked(Path(given.get("out", TrainConfig.out))):
-        return run_alone(given, settings, make_task, text)
-
-
-def run_alone(given, settings, make_task, text):
-    """Make the run of `launch`, for which OUT is locked."""
     resume = given.get("resume")
     source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
     old = load_checkpoint(source, text) if source else None
     tc, config = settings(given, old)
-    for name in RATES if resume else ():
-        if (now := getattr(tc, name)) > (was := old["train"][name]):
-            raise UserError(f"{flag(name)} is {was} in {old['path']}; --resume can lower it, not raise it to {now}")
-        if now < was:
-            say(f"{flag(name)} is {now} from here on, {was} before")
     if resume and old["step"] >= tc.steps:
         return say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
-    for package in ("wandb", "tensorboard"):
-        if getattr(tc, package):
-            need(package)
+    need("wandb", tc.wandb)
+    need("tensorboard", tc.tensorboard)
     device = setup(tc.device, tc.threads)
     if PROCESSES > 1:
         if device.type == "cuda":
@@ -536,16 +530,16 @@ def run_alone(given, settings, make_task, text):
     optimizers = task.optimizers(model)
     for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
-    if tc.compile:
-        compile_model(model, task)
-    stopped = train(model, optimizers, run, task)
-    if PROCESSES > 1:
-        dist.barrier()                                        # torchrun ends all when one ends: not before 0 has saved
-        dist.destroy_process_group()
-    if stopped:
-        return 128 + stopped
-    if RANK == 0:
-        task.finish(model, run)
+    with nullcontext() if RANK else locked(Path(tc.out)):
+        if tc.compile:
+            compile_model(model, task)
+        stopped = train(model, optimizers, run, task)
+        if PROCESSES > 1:
+            dist.barrier()                                    # torchrun ends all when one ends: not before 0 has saved
+            dist.destroy_process_group()
+        if not (RANK or stopped):
+            task.finish(model, run)
+    return 128 + stopped if stopped else 0
 
 
 def main(argv=None):
