@@ -64,8 +64,7 @@ def race(device, contestants, seconds, memory=False):
             clock(device, call)
             racing.append((columns, tokens, call, []))
         except Exception as fault:
-            name, message = " ".join(map(str, columns.values())), str(fault).partition("\n")[0]
-            say(f"{name} left out: {type(fault).__name__}: {message}")
+            say(f"{' '.join(map(str, columns.values()))} left out: {fault!r:.200}")
     while racing and (len(racing[-1][-1]) < 3 or time.perf_counter() - began < seconds):
         for _, _, call, times in racing:
             times.append(clock(device, call))
@@ -141,10 +140,10 @@ def part_layer(args, seconds):
         yield f"forward + backward, batch {batch}, width {width}, heads of {SMALL_HEAD}", rows
 
 
-def rule_call(args, batch, H, window, chunk, muon_every, shard, T):
+def rule_call(args, batch, H, T, shard, muon_every, **how):
     """Return a function that runs omega(), or shards() with shards of `shard` tokens, forward and backward."""
-    made = layer(args, H * HEAD, **MLP, max_norm=0.0, window=window, chunk=chunk, shard=shard,
-                 muon=muon_every > 0, muon_every=max(1, muon_every))
+    how |= dict(shard=shard, muon=muon_every > 0, muon_every=max(1, muon_every))
+    made = layer(args, H * HEAD, **MLP, max_norm=0.0, **how)
     x = torch.randn(batch, T, H * HEAD, device=args.device)
     state = made.start(x)
     with torch.no_grad():
@@ -259,7 +258,6 @@ def machine(args):
 
 
 def parse(argv=None):
-    """Return the flags."""
     parser = Parser(prog="bench.py", description=__doc__)
     add = parser.add_argument
     add("--part", action="append", choices=tuple(PARTS), help="what to measure; may be given several times [all]")
@@ -267,9 +265,7 @@ def parse(argv=None):
     add("--minutes", type=at_least(float, 0), default=2.0, metavar="X", help="about so long; more reaches further [2]")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of autocast [auto: on a CPU float32]")
     add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
-    add_device(parser, threads=1)
-    add("--json", metavar="FILE", help="write all records there")
-    add("--plot", nargs="?", const="bench.png", metavar="FILE", help="draw layer [bench.png]")
+    add_device(parser, "bench.png", threads=1)
     add("--quick", action="store_true", help="tiny shapes: does it run at all?")
     return parser.parse_args(argv)
 

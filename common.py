@@ -98,9 +98,13 @@ def add_flags(group, cls, presets, skip=()):
             group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
 
-def add_device(parser, threads=0):
+def add_device(parser, plot="", threads=0):
+    """Add --device and --threads; with the name of a picture --plot and --json, too."""
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
     parser.add_argument("--threads", type=at_least(int, 0), default=threads, help=f"0: torch decides [{threads}]")
+    if plot:
+        parser.add_argument("--plot", nargs="?", const=plot, metavar="FILE", help=f"draw a picture [{plot}]")
+        parser.add_argument("--json", metavar="FILE", help="keep the results there")
 
 
 def at_least(kind, low, high=2**31 - 1):

@@ -72,7 +72,7 @@ def text_task(args, device):
         at, n = position_loss(model, *how)
         say(f"\nby position, mean of {n} windows of {len(at)}; trained on {T}\n  tokens before   nats/token")
         for a, b in buckets(len(at)):
-            say(f"  {a + 1:6d} - {b:6d}   {at[a:b].mean().item():.4f}" + "   longer than in training" * (b > T))
+            say(f"  {a + 1:6d} - {b:6d}   {at[a:b].mean():.4f}" + "   longer than in training" * (b > T))
         if not (math.isfinite(loss) and at.isfinite().all()):
             raise Halt(f"{ckpt['path']}: a loss is not finite; its weights have diverged")
         if args.stream:
@@ -147,8 +147,7 @@ def probe_task(args, device):
     say(f"{ckpt['path']}: {ckpt['preset']}, step {ckpt['step']}, over {len(ids)} tokens: mean +- standard deviation\n"
         f"\n{'layer':>14}" + "".join(f"{i + 1:>18}" for i in range(len(found))))
     for name in found[0]:
-        cells = [(at[name].mean().item(), at[name].std(correction=0).item()) for at in found]
-        say(f"{name:>14}" + "".join(f"{mean:>10.4f} +-{spread:6.3f}" for mean, spread in cells))
+        say(f"{name:>14}" + "".join(f"{at[name].mean():>10.4f} +-{at[name].std(correction=0):6.3f}" for at in found))
     for i, at in enumerate(found):
         kept.append({name: a.mean((0, 1)).tolist() if a.dim() == 3 and name != "attn_gate" else a.mean().item()
                      for name, a in at.items()})
@@ -277,15 +276,11 @@ USES = dict(text="ckpt data length batch_size windows stream report_tokens no_wr
 
 
 def parse(argv=None):
-    """Return the flags. Some defaults depend on the task. `config` is a dict of the given fields of models.Config."""
     parser = Parser(prog="eval.py", description=__doc__)
     add = parser.add_argument
-    add("--task", default="text", choices=tuple(TASKS), help="text: losses of checkpoints; probe: one checkpoint at "
-        "work; online, capacity, mixing: the rule by itself [text]")
+    add("--task", default="text", choices=tuple(TASKS), help="what to do, as shown above [text]")
     add("--batch-size", type=at_least(int, 1), default=32, metavar="N", help="sequences at a time [32; text 8]")
-    add("--plot", nargs="?", const="TASK.png", metavar="FILE", help="draw a picture [TASK.png]")
-    add("--json", metavar="FILE", help="probe, online, capacity: keep the results there")
-    add_device(parser)
+    add_device(parser, "TASK.png")
     add = parser.add_argument_group("--task text and probe").add_argument
     add("--ckpt", nargs="+", default=["out"], help="checkpoint files, or folders with best.pt or ckpt.pt [out]")
     add("--data", help="text to read; only its last tenth is used [the training's]")
@@ -293,8 +288,7 @@ def parse(argv=None):
         help="text: longest window of the loss by position [4 x training's]; probe: tokens to read [training's]")
     add("--windows", type=at_least(int, 1), default=32, metavar="N", help="windows of the loss by position [32]")
     add("--stream", type=at_least(int, 0), default=50_000, metavar="N", help="tokens of the stream; 0: none [50000]")
-    add("--report-tokens", type=at_least(int, 0), default=2_000_000, metavar="N",
-        help="tokens that the losses at the top read, twice; 0: all [2000000]")
+    add("--report-tokens", type=at_least(int, 0), default=2_000_000, help="of the losses at the top; 0: all [2000000]")
     add("--prompt", help="the text that --task probe reads [the beginning of the last tenth]")
     add("--no-write", action="store_true", help="the memory cannot write: what does it bring?")
     group = parser.add_argument_group("--task online and capacity", "Of the memory's flags [] tells what atlas has.")

@@ -173,12 +173,7 @@ LENGTHS = (32, 64, 128)                         # of the needle in training, in 
 class Recall(train.Task):
     """Train on sequences with questions in them: draw(number, generator) -> tokens, targets."""
 
-    def __init__(self, tc, device, draw):
-        super().__init__(tc, device)
-        self.draw = draw
-
     def loss(self, model, number):
-        """Return the loss of the answers."""
         x, y = (a.to(self.device) for a in self.draw(number, randomness(self.tc.seed, number)))
         self.seen += x.numel()
         return model.loss(x, y)
@@ -214,7 +209,8 @@ def trained(name, seed, args, device, vocab, draw, title):
     say(f"\n{title}, {name}: {model.num_params():,} parameters, seed {seed}, {steps} steps")
     tc = train.TrainConfig(out="", seed=seed, optimizer="muon", steps=steps, warmup=steps // 10, lr=lr,
                            eval_every=steps, log_every=max(1, steps // 5))
-    task = Recall(tc, device, draw)
+    task = Recall(tc, device)
+    task.draw = draw
     if stopped := train.train(model, task.optimizers(model), dict(step=0, best=math.inf, seconds=0.0), task):
         raise KeyboardInterrupt(stopped)
     return model.eval()
@@ -336,7 +332,6 @@ SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "
 
 
 def parse(argv=None):
-    """Return the flags. Some defaults depend on the task. `config` is a dict of the given fields of models.Config."""
     parser = Parser(prog="recall.py", description=__doc__, usage="python recall.py TASK [flags]")
     add = parser.add_argument
     add("task", choices=tuple(TASKS), metavar="TASK", help="needle, mqar, mad or ablation")
@@ -350,9 +345,7 @@ def parse(argv=None):
     add("--pairs", type=at_least(int, 1), nargs="+", default=[4], metavar="N", help="mqar: numbers of pairs [4]")
     add("--vocab", type=at_least(int, 4), default=16, metavar="N", help="mqar: vocabulary; half of it are values [16]")
     add("--seq-len", type=at_least(int, 1), default=24, metavar="N", help="mqar, ablation: tokens of a text [24; 128]")
-    add("--plot", nargs="?", const="TASK.png", metavar="FILE", help="needle, mqar: draw a picture [TASK.png]")
-    add("--json", metavar="FILE", help="save results there; a rerun resumes")
-    add_device(parser)
+    add_device(parser, "TASK.png")
     network = parser.add_argument_group("the network", "In [] is what atlas has here.")
     add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
     return task_flags(parser, argv, BY_TASK, USES, models.Config)

@@ -21,7 +21,6 @@ from train import continue_text, load_checkpoint, rebuild, save_file
 
 
 def parse(argv=None):
-    """Return the flags."""
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
@@ -29,8 +28,7 @@ def parse(argv=None):
     add("--tokens", type=at_least(int, 0), default=500, metavar="N", help="tokens to write [500]")
     add("--temperature", type=at_least(float, 0), default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
     add("--top-k", type=at_least(int, 0), default=0, metavar="N", help="draw from the N likeliest tokens; 0: all [0]")
-    add("--top-p", type=at_least(float, 1e-9, 1), default=1.0, metavar="X",
-        help="draw from the fewest tokens of total probability X [1.0]")
+    add("--top-p", type=at_least(float, 1e-9, 1), default=1.0, help="draw from the fewest tokens of this mass [1.0]")
     add("--stop", default="", metavar="TEXT", help="end before this text appears")
     add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
     add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
@@ -38,15 +36,6 @@ def parse(argv=None):
     add("--load-state", metavar="FILE", help="go on from there, with the prompt or without")
     add_device(parser)
     return parser.parse_args(argv)
-
-
-def read_prompt(prompt):
-    """Return the prompt itself, or what stdin holds for -. Raises UserError where that is not UTF-8."""
-    raw = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
-    try:
-        return raw.decode("utf-8-sig")                        # line ends as they are
-    except UnicodeDecodeError as fault:
-        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first") from None
 
 
 def until(stop, pieces):
@@ -68,19 +57,22 @@ def load_state(path, origin, model):
     try:
         made_by, packed, ids = torch.load(path, map_location="cpu", weights_only=True)
         if made_by != origin:
-            raise ValueError
+            raise ValueError("of another checkpoint")
         return models.unpack(model, packed), ids
     except Exception as fault:                                # its type depends on what the file is
-        raise UserError(f"cannot read on from {path} ({type(fault).__name__}): missing, damaged, or not made by "
-                        "--save-state with this --ckpt") from None
+        raise UserError(f"cannot read on from {path} ({fault!r:.99}); give a --save-state of this --ckpt") from None
 
 
 def speak(args):
     """Print the prompt and what the model writes after it."""
     if args.save_state and (args.num > 1 or args.stop):
         raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
-    prompt, device = read_prompt(args.prompt), setup(args.device, args.threads)
-    ckpt = load_checkpoint(args.ckpt)
+    raw = sys.stdin.buffer.read() if args.prompt == "-" else args.prompt.encode(errors="surrogateescape")
+    try:
+        prompt = raw.decode("utf-8-sig")                      # line ends as they are
+    except UnicodeDecodeError as fault:
+        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first") from None
+    device, ckpt = setup(args.device, args.threads), load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
     model.to(device)
     origin = [ckpt["config"], ckpt["step"], ckpt["seconds"]]  # no other training took exactly as long

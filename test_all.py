@@ -2190,7 +2190,7 @@ class Stub(torch.nn.Module):
 def test_probe_of_any_loss(preset, sign, monkeypatch):
     """Catches: curves of inf and NaN where the inner loss is 0 at M0, as the dot loss is."""
     kept = []
-    ckpt, args = dict(path="p", preset=preset, step=1, train=dict(seq_len=9)), types.SimpleNamespace(
+    ckpt, args = dict(path="p", preset=preset, step=1, train=dict(seq_len=9, data="")), types.SimpleNamespace(
         ckpt=["p"], prompt="a", data=None, length=0)
     speller = types.SimpleNamespace(encode=lambda text: list(range(9)))
     monkeypatch.setattr(eval, "load", lambda *_: (ckpt, small(preset, memory="linear"), speller))
