@@ -92,9 +92,9 @@ class Watched(train.Task):
 
     def finish(self, model, run):
         """Say the last measures, and draw all of them with --plot."""
-        say("done: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a and name != "phase"))
+        say("done: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a))
         if self.tc.plot:
-            lines = {c.replace("_", " "): curve(self.tc.out, c) for c in self.columns if c != "phase"}
+            lines = {c.replace("_", " "): curve(self.tc.out, c) for c in self.columns}
             picture(f"{self.tc.out}/curves.png", lines, "step", "share")
 
 
@@ -200,16 +200,9 @@ def circles(E, top=5):
     return energy.topk(top).values.sum().item(), fit.item()                      # share of the strongest frequencies
 
 
-def phase(fitted, held_out, concentrated):
-    """Name the phase by the accuracies, and by the concentration in multiples of a random one."""
-    if held_out < 0.1 and (fitted < 0.99 or concentrated < 1.1):
-        return "memorisation"
-    return "circuit formation" if held_out < 0.5 else "cleanup" if held_out < 0.9 else "grokked"
-
-
 class Grok(Watched):
     """Add modulo p: a, b, "=" -> a + b."""
-    columns = "fitted held_out concentration random_concentration circular_fit random_fit phase".split()
+    columns = "fitted held_out concentration random_concentration circular_fit random_fit".split()
 
     def __init__(self, tc, device, dtype, old=None):
         super().__init__(tc, device, dtype)
@@ -234,7 +227,6 @@ class Grok(Watched):
         return model(F.pad(pairs, (0, 1), value=self.p))[0][:, -1, :self.p].float()
 
     def loss(self, model, step):
-        """Return the loss of a batch of sums."""
         random, n = torch.Generator().manual_seed(1_000_003 * self.tc.seed + step), self.tc.batch_size
         pairs = self.shown[torch.randint(len(self.shown), (n,), generator=random).to(self.shown.device)]
         self.seen += 3 * n
@@ -242,14 +234,14 @@ class Grok(Watched):
         return F.nll_loss(normal(self.logits(model, pairs), -1), pairs.sum(1) % self.p)
 
     def measure(self, model):
-        """Return accuracies, how circular the embedding and random numbers are, and the phase."""
-        score = lambda pairs: sum((self.logits(model, part).argmax(-1) == part.sum(1) % self.p).sum().item()
-                                  for part in pairs.split(2048)) / len(pairs)
-        E, fitted, held_out = model.embed.weight[:self.p], score(self.shown), score(self.held_out)
+        """Return accuracies, and how circular the embedding and random numbers are."""
+        said = lambda pairs: torch.cat([self.logits(model, part).argmax(-1) for part in pairs.split(2048)])
+        score = lambda pairs: (said(pairs) == pairs.sum(1) % self.p).float().mean().item()
+        E = model.embed.weight[:self.p]
         random = torch.randn(E.shape, generator=torch.Generator().manual_seed(0))
         (share, fit), (share_random, fit_random) = circles(E), circles(random)
-        named = phase(fitted, held_out, share / share_random)
-        return dict(zip(self.columns, (fitted, held_out, share, share_random, fit, fit_random, named)))
+        found = score(self.shown), score(self.held_out), share, share_random, fit, fit_random
+        return dict(zip(self.columns, found))
 
 
 def main(argv=None):

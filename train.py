@@ -316,8 +316,7 @@ def validate(model, task):
     """Return what the task measures of the model in eval mode, and the same in words, without telemetry and nan."""
     found = task.measure(model.eval())
     model.train()
-    shown = {name: f"{a:.4f}" if isinstance(a, float) else a for name, a in found.items() if "/" not in name and a == a}
-    return found, "".join(f"  {name} {a}" for name, a in shown.items())
+    return found, "".join(f"  {name} {a:.4f}" for name, a in found.items() if "/" not in name and a == a)
 
 
 def train(model, optimizers, run, task):
