@@ -169,21 +169,14 @@ def part_rule(args, seconds):
            race(args.device, contestants, seconds, memory=True))
 
 
-class Noise(train.Text):
-    """Train on random tokens."""
-
-    def __init__(self, *how):
-        train.Task.__init__(self, *how)
-        self.splits = [torch.randint(models.Config.vocab_size, (100_000,)).numpy()]
-
-
 def part_step(args, seconds):
     """Time a training step of train.py."""
     how = (dict(size="tiny", batch_size=1, seq_len=64), dict(size="tiny"), dict(size="baby"))[args.scale]
     contestants = []
     for name in args.model:
         tc, config = train.settings(dict(how, model=name))
-        task, model = Noise(tc, args.device, args.dtype), models.LM(config).to(args.device).train()
+        task, model = train.Task(tc, args.device, args.dtype), models.LM(config).to(args.device).train()
+        task.draw = lambda number, _: torch.randint(config.vocab_size, (2, tc.batch_size, tc.seq_len))
         if args.compile:
             model.compile_memory()
         call = partial(train.train_step, model, task.optimizers(model), task, tc.steps)      # whose rate is 0

@@ -88,7 +88,6 @@ def sums(p, share, seed):
 
 class Watched(train.Task):
     """Say and draw at the end what was measured, as both tasks do."""
-    program = "episodic.py"
 
     def finish(self, model, run):
         """Say the last measures, and draw all of them with --plot."""

@@ -47,8 +47,7 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
     behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler).
     """
     if not (1 <= n_queries <= n_pairs <= vocab // 2 - 1 and 2 * (n_pairs + n_queries) <= seq_len):
-        raise UserError("mqar needs 1 <= n_queries <= n_pairs <= vocab/2 - 1 and 2 (n_pairs + n_queries) <= seq_len, "
-                        f"not {n_pairs=}, {n_queries=}, {vocab=}, {seq_len=}")
+        raise UserError(f"mqar: {n_pairs=} and {n_queries=} do not fit into {vocab=}, {seq_len=}; give more of these")
     keys = 1 + distinct(batch, n_pairs, vocab // 2 - 1, generator)
     values = vocab // 2 + distinct(batch, n_pairs, vocab - vocab // 2, generator)
     asked = distinct(batch, n_queries, n_pairs, generator)
@@ -170,15 +169,6 @@ SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8, chunk=16, muon_every=8)
 LENGTHS = (32, 64, 128)                         # of the needle in training, in turn
 
 
-class Recall(train.Task):
-    """Train on sequences with questions in them: draw(number, generator) -> tokens, targets."""
-
-    def loss(self, model, number):
-        x, y = (a.to(self.device) for a in self.draw(number, randomness(self.tc.seed, number)))
-        self.seen += x.numel()
-        return model.loss(x, y)
-
-
 def randomness(seed, number, test=False):
     """Return the generator of a batch. Training and test share none."""
     return torch.Generator().manual_seed(2 * (1_000_003 * seed + number) + test)
@@ -187,13 +177,11 @@ def randomness(seed, number, test=False):
 def variant(name, args, **more):
     """Read a model as --model takes it, as atlas,memory=mlp,steps=900 -> models.Config, its training steps, its lr."""
     preset, *changes = name.split(",")
-    boolean = {"True": True, "False": False}.__getitem__
-    kinds = {f.name: boolean if f.type is bool else f.type for f in fields(models.Config)
-             if f.name not in train.NO_FLAG} | dict(steps=int, lr=float)
-    given = dict(steps=args.steps, lr=args.lr)
+    given, kinds = dict(steps=args.steps, lr=args.lr), dict(steps=int, lr=float)
+    kinds.update((f.name, f.type) for f in fields(models.Config) if f.name not in train.NO_FLAG)
     for key, _, value in (change.partition("=") for change in changes):
         try:
-            given[key] = kinds[key](value)
+            given[key] = {"True": True, "False": False}[value] if kinds[key] is bool else kinds[key](value)
         except (KeyError, ValueError):
             raise UserError(f"--model {name}: cannot set {key}={value}; give field=value, as muon=False") from None
     steps, lr = given.pop("steps"), given.pop("lr")
@@ -209,8 +197,8 @@ def trained(name, seed, args, device, vocab, draw, title):
     say(f"\n{title}, {name}: {model.num_params():,} parameters, seed {seed}, {steps} steps")
     tc = train.TrainConfig(out="", seed=seed, optimizer="muon", steps=steps, warmup=steps // 10, lr=lr,
                            eval_every=steps, log_every=max(1, steps // 5))
-    task = Recall(tc, device)
-    task.draw = draw
+    task = train.Task(tc, device)
+    task.draw = lambda number, _: draw(number, randomness(seed, number))
     if stopped := train.train(model, task.optimizers(model), dict(step=0, best=math.inf, seconds=0.0), task):
         raise KeyboardInterrupt(stopped)
     return model.eval()
@@ -325,8 +313,7 @@ def ablation_task(args, device):
 
 
 TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
-BY_TASK = dict(needle=dict(steps=1200), mad=dict(steps=600),                     # defaults that differ from the flags'
-               ablation=dict(batch_size=16, seq_len=128, steps=600))
+BY_TASK = dict(needle=dict(steps=1200), mad=dict(steps=600), ablation=dict(batch_size=16, seq_len=128, steps=600))
 USES = dict(needle="model lengths plot", mqar="model pairs vocab seq_len plot", mad="model", ablation="seq_len")
 SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab"      # of a result
 

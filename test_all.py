@@ -2047,8 +2047,9 @@ def step_of(clip=0.0, **shape):
     """One outer step of a small model, with plain SGD -> loss, norm, the parameters after it."""
     torch.manual_seed(0)
     model = models.build("atlas", vocab_size=20, n_layer=2, n_embd=16, n_head=2, head_dim=8, chunk=8, muon_every=8)
-    task = bench.Noise(train.TrainConfig(seq_len=16, warmup=2, grad_clip=clip, **shape), CPU)
-    task.splits = [torch.randint(20, (200,), generator=torch.Generator().manual_seed(0))]
+    task = train.Task(tc := train.TrainConfig(seq_len=16, warmup=2, grad_clip=clip, **shape), CPU)
+    ids = torch.randint(20, (200,), generator=torch.Generator().manual_seed(0))
+    task.draw = lambda number, _: data.batch(ids, tc.seed, number, tc.batch_size, tc.seq_len)
     loss, norm = train.train_step(model, [torch.optim.SGD(model.parameters(), lr=1.0)], task, 0)
     return loss, norm, torch.cat([p.detach().flatten() for p in model.parameters()])
 

@@ -142,16 +142,24 @@ def settings(given, old=None):
 
 # ---- what is trained
 class Task:
-    """What a run trains and measures: Text below, Recall in recall.py, Episodes and Grok in episodic.py. loss(model,
-    number) returns the loss of a forward pass, a function of (seed, number). `launch` also needs vocab_size, `data`
-    (what is read) and finish(model, run). A checkpoint keeps `saved`. `measure` finds the `columns`."""
-    program, about, saved, columns = "train.py", "", {}, []
+    """What a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns inputs
+    and targets, and mask and reset of documents that begin at multiples of period: a function of (seed, number).
+    `launch` also needs vocab_size, `data` (what is read) and finish(model, run). A checkpoint keeps `saved`. `measure`
+    finds the `columns`."""
+    about, saved, columns = "", {}, []
 
     def __init__(self, tc, device, dtype=torch.float32):
         self.tc, self.device, self.dtype, self.seen = tc, device, dtype, 0       # seen: tokens so far
 
     def begin(self, model):
         """Change the starting values of a new model."""
+
+    def loss(self, model, number):
+        """Return the loss of a forward pass."""
+        x, y, *marks = (a.to(self.device) for a in self.draw(number, model.config.period()))
+        self.seen += x.numel()
+        with autocast(self.device, self.dtype):
+            return model.loss(x, y, *marks)
 
     def optimizers(self, model):
         """Return the optimizers of the model, each made with its peak learning rate."""
@@ -182,18 +190,14 @@ class Text(Task):
     def begin(self, model):
         """Say what --documents costs."""
         if self.tc.documents:
-            x, y = batch(self.splits[0], self.tc.seed, 0, 256, self.tc.seq_len)
-            mask, period = documents(x, y, self.tokenizer.end, model.config.period())[2], model.config.period()
-            say(f"--documents: each begins at a multiple of {period} tokens; gaps take {1 - mask.double().mean():.1%}")
+            period = model.config.period()
+            gaps = 1 - torch.cat([self.draw(i, period)[2] for i in range(32)]).double().mean()
+            say(f"--documents: each begins at a multiple of {period} tokens; gaps take {gaps:.1%}")
 
-    def loss(self, model, number):
+    def draw(self, number, period):
         tc = self.tc
-        x, y = (a.to(self.device) for a in batch(self.splits[0], tc.seed, number, tc.batch_size, tc.seq_len))
-        self.seen, marks = self.seen + x.numel(), ()
-        if tc.documents:
-            x, y, *marks = documents(x, y, self.tokenizer.end, model.config.period())
-        with autocast(self.device, self.dtype):
-            return model.loss(x, y, *marks)
+        x, y = batch(self.splits[0], tc.seed, number, tc.batch_size, tc.seq_len)
+        return documents(x, y, self.tokenizer.end, period) if tc.documents else (x, y)
 
     def measure(self, model):
         """Return the validation loss; with --telemetry also means of models.probe over all layers."""
@@ -355,7 +359,7 @@ def train(model, optimizers, run, task):
             if out and (found or number):
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
             if number and not last:
-                again = f"; to go on: python {task.program} --resume --out {tc.out!r}" if tc.out else ""
+                again = f"; to go on: python {Path(sys.argv[0]).name} --resume --out {tc.out!r}" if tc.out else ""
                 say(f"stopped after step {step}{again}")
                 return int(number)
 
