@@ -1,7 +1,4 @@
-"""common.py - what all programs share: settings that become flags, one-line errors, files, pictures, the device.
-
-`add_flags` turns each field that `opt` made into a flag. `exit_code` prints a UserError, a user's mistake, as one line.
-"""
+"""common.py - what all programs share: settings that become flags, one-line errors, files, pictures, the device."""
 import argparse
 import csv
 import importlib.util

@@ -13,7 +13,6 @@ import re
 import shutil
 import sys
 import urllib.request
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from functools import lru_cache, partial
 from pathlib import Path
@@ -49,8 +48,8 @@ class Joined:
 
     def __getitem__(self, at):
         start, stop, _ = at.indices(len(self))
-        low, high = bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop)
-        parts = [a[max(0, start - i): stop - i] for a, i in zip(self.parts[low:high], self.edges[low:])]
+        inside = ((a, i) for a, i in zip(self.parts, self.edges) if i < stop and start < i + len(a))
+        parts = [a[max(0, start - i): stop - i] for a, i in inside]
         return np.concatenate(parts) if 0 < stop - start <= LOADED else Joined(parts)
 
 
@@ -207,6 +206,7 @@ class Tokenizer:
 
     def __init__(self, kind, tokens):
         self.kind, self.tokens, self.vocab_size = kind, list(tokens), len(tokens)
+        self.state = dict(kind=kind, tokens=self.tokens)      # for checkpoints: Tokenizer(**state) makes it again
         self.end = self.tokens.index(END) if END in self.tokens else None
         if kind == "char":
             self.ids = {BORDER if t == END else str(t, "utf-8"): i for i, t in enumerate(tokens)}
@@ -216,8 +216,7 @@ class Tokenizer:
             self.bpe = tiktoken.Encoding(kind, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text):
-        """Return the int64 ids (T,) of a text. Without END a border becomes a newline. Raises UserError naming the
-        characters that the vocabulary lacks."""
+        """Return the int64 ids (T,) of a text. Raises UserError naming the characters that the vocabulary lacks."""
         text = text.replace(BORDER, "\n") if self.end is None else text
         if self.kind != "char" and BORDER in text:
             return np.concatenate([ids for part in text.split(BORDER) for ids in ([self.end], self.encode(part))][1:])
@@ -243,10 +242,6 @@ class Tokenizer:
         """Return the mean bytes of ids[1:], the tokens that a model predicts when it reads ids (N,)."""
         lengths = np.array([len(token) * (token != END) for token in self.tokens])
         return sum(lengths[ids[i: i + BLOCK]].sum() for i in range(1, len(ids), BLOCK)) / (len(ids) - 1)
-
-    def state(self):
-        """Return the arguments that make it again, in types that torch.load(weights_only=True) reads."""
-        return {"kind": self.kind, "tokens": self.tokens}
 
 
 def encode_prompt(tokenizer, prompt):

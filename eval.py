@@ -29,14 +29,14 @@ from common import Halt, Parser, UserError, add_device, add_flags, at_least, pic
 
 # ---- a checkpoint and its text
 def load(path, device, no_write=False):
-    """Return the dict of a checkpoint, its model in eval mode, its tokenizer. no_write: the memory stays at M0."""
+    """Return the dict of a checkpoint, its model, its tokenizer. no_write: the memory stays at M0."""
     ckpt = train.load_checkpoint(path)
     model, tokenizer = train.rebuild(ckpt)
     if no_write:
         if model.config.attention:
             raise UserError(f"--no-write: {ckpt['path']} ({ckpt['preset']}) has no memory that writes; drop the flag")
         model.config.max_step, model.config.keep = 0.0, False    # the bound of all inner steps; M0 is not forgotten
-    return ckpt, model.to(device).eval(), tokenizer
+    return ckpt, model.to(device), tokenizer
 
 
 @torch.no_grad()

@@ -6,9 +6,6 @@
     python train.py --resume                             go on where OUT/ckpt.pt stopped (--steps N: train longer)
     python train.py --init out --data my.txt --out tuned begin a new run with the weights of another
     torchrun --nproc-per-node 8 train.py --size 340m --remat --data tokens --tokenizer gpt2        on 8 GPUs
-
-A batch is a function of (seed, step), and a checkpoint holds everything else. So on a CPU, with the same number of
-threads, a run that was stopped and resumed ends in the same bits as one that was not.
 """
 import csv
 import json
@@ -57,8 +54,7 @@ class TrainConfig:
     batch_size: int = opt(8, "sequences in a forward pass", low=1)
     grad_accum: int = opt(1, "forward passes in a step", low=1)
     seq_len: int = opt(256, "tokens in a sequence", low=1)
-    documents: bool = opt(False, "training only: begin each document (row of .jsonl, file of a folder, END in token "
-                          "files) with a new memory, at the border of a chunk")
+    documents: bool = opt(False, "in training begin each document (row of .jsonl, file) with a new memory, at a chunk")
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest", ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
     embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr; with --tie give 1")
@@ -180,7 +176,7 @@ class Text(Task):
         tokenizer = Tokenizer(**old["tokenizer"]) if old else make_tokenizer(tc.tokenizer, corpus.text, tc.bpe_size)
         self.tokenizer, self.splits = tokenizer, corpus.splits(tokenizer, tc.seq_len)
         self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), tokenizer.vocab_size
-        self.saved = dict(tokenizer=tokenizer.state())
+        self.saved = dict(tokenizer=tokenizer.state)
         if tc.documents and tokenizer.end is None:
             raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder or token files")
         self.columns = ["val", *(f"memory/{name}" for name in self.probed if tc.telemetry)]
@@ -216,7 +212,7 @@ class Text(Task):
     def finish(self, model, run):
         """Say what the best weights make of the validation split, and let them write a sample."""
         tc, ckpt = self.tc, load_checkpoint(self.tc.out)
-        model.load_state_dict(ckpt["model"])
+        model.eval().load_state_dict(ckpt["model"])
         set_floor(model, (ckpt["step"] - 1) / tc.steps)
         part = f"first {tc.report_tokens:,} tokens of the" if 0 < tc.report_tokens < len(self.splits[1]) else "whole"
         say(f"\nbest step {ckpt['step']} on the {part} validation split, in windows of {tc.seq_len}:")
@@ -238,10 +234,9 @@ class Text(Task):
 def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32, tell=math.inf):
     """Return the mean loss in nats a token over ids cut into windows of seq_len, or about max_windows of them. The
     memory starts anew in each. carry=True reads ids as batch_size long streams instead. tell: tokens between lines."""
-    device, was_training, state = next(model.parameters()).device, model.training, None
+    device, state = next(model.parameters()).device, None
     every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
     total, n = 0.0, 0
-    model.eval()
     for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
         # shapes that come once, as a last window or the length of a cache, are not worth compiling
         odd = x.shape != (batch_size, seq_len) or carry and model.config.attention
@@ -252,7 +247,6 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
         if n % tell < y.numel():
             say(f"  .. {n:,} of {len(ids):,} tokens")
         state = after if carry else None
-    model.train(was_training)
     return total / n
 
 
@@ -278,7 +272,7 @@ def continue_text(model, tokenizer, ids, n, end, **how):
     tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
 
     def drawn():
-        state = yield from model.eval().generate(tokens, n, **how)
+        state = yield from model.generate(tokens, n, **how)
         end[:] = state, last
     for token in drawn():
         last = token.tolist()
@@ -329,8 +323,7 @@ def train(model, optimizers, run, task):
     if run["step"] == 0:
         set_floor(model, 0.0)
         run["start"], words = validate(model, task)
-        if words:
-            say(f"step {0:5d}/{tc.steps}{words}")
+        say(f"step {0:5d}/{tc.steps}{words}")
     began = time.perf_counter() - run["seconds"]
     with noted_signals() as noted:
         for step in range(run["step"] + 1, tc.steps + 1):
@@ -414,8 +407,8 @@ def open_logs(out, run, columns):
     if tc["tensorboard"]:
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(out, purge_step=run["step"] + 1)
-        logs.append(lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row])
-        logs.append(lambda row: writer.flush())
+        logs += [lambda row: [writer.add_scalar(name, a, row["step"]) for name, a in row.items()],
+                 lambda row: writer.flush()]
     return logs
 
 
@@ -452,8 +445,8 @@ def load_checkpoint(path, text=True):
 
 
 def rebuild(ckpt, config=None):
-    """Return the model of a checkpoint, by another Config if one is given, and its tokenizer, if it has one."""
-    model = LM(config or Config(**ckpt["config"]))
+    """Return the model of a checkpoint in eval mode, by another Config if one is given, and its tokenizer if any."""
+    model = LM(config or Config(**ckpt["config"])).eval()
     try:
         model.load_state_dict(ckpt["model"])
     except RuntimeError:
@@ -484,8 +477,7 @@ def compile_model(model, task):
         task.loss(model, 0).backward()
     except Exception as fault:                                # one that is not the compiler's comes again without it
         torch.compiler.set_stance("force_eager")
-        why = " ".join(str(fault).partition("Set TORCH")[0].split())[:400]
-        say(f"warning: torch.compile failed, going on without it: {why}")
+        say(f"warning: torch.compile failed, going on without it: {fault!r:.400}")
     model.zero_grad()
 
 
@@ -528,8 +520,8 @@ def launch(given, settings=settings, make_task=Text, text=True):
     where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
         f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
-        f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(dtype)[6:]}, float32 products: "
-        f"{torch.get_float32_matmul_precision()}" + ", compiling .." * tc.compile)
+        f"device   {where} x {PROCESSES}, {torch.get_num_threads()} threads, {str(dtype)[6:]}, float32 products of "
+        f"{torch.get_float32_matmul_precision()} precision" + ", compiling .." * tc.compile)
     optimizers = task.optimizers(model)
     for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
