@@ -9,9 +9,8 @@
     decode   ms a token and bytes of state, early and late in a stream
     peers    the same work done by attention and by titans-pytorch, where that is installed
 
-Contestants take turns, so a busy moment of the machine hits all of them. The first call of each, which may compile,
-does not count. Times are medians, and `spread` is half the distance of the quartiles over the median. On one CPU thread
-they are seconds of the processor, without other programs. `MiB` is the peak of torch's allocator in a call.
+Contestants take turns, so a busy moment of the machine hits all of them. Times are medians without the first call,
+which may compile; `spread` is half the distance of the quartiles over the median. `MiB` is the peak of torch's memory.
 """
 import argparse
 import itertools
@@ -250,19 +249,6 @@ def machine(args):
                 commit=subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty 2>&-"))
 
 
-def parse(argv=None):
-    parser = Parser(prog="bench.py", description=__doc__)
-    add = parser.add_argument
-    add("--part", action="append", choices=tuple(PARTS), help="what to measure; may be given several times [all]")
-    add("--model", action="append", choices=tuple(models.PRESETS), help="of layer, step and decode, likewise [all]")
-    add("--minutes", type=at_least(float, 0), default=2.0, metavar="X", help="about so long; more reaches further [2]")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of autocast [auto: on a CPU float32]")
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
-    add_device(parser, "bench.png", threads=1)
-    add("--quick", action="store_true", help="tiny shapes: does it run at all?")
-    return parser.parse_args(argv)
-
-
 def measure(args):
     """Run the parts, print their tables, keep and draw the results."""
     parts = {name: PARTS[name] for name in args.part or PARTS}
@@ -292,7 +278,16 @@ def measure(args):
 
 
 def main(argv=None):
-    return exit_code(partial(measure, parse(argv)))
+    parser = Parser(prog="bench.py", description=__doc__)
+    add = parser.add_argument
+    add("--part", action="append", choices=tuple(PARTS), help="what to measure; may be given several times [all]")
+    add("--model", action="append", choices=tuple(models.PRESETS), help="of layer, step and decode, likewise [all]")
+    add("--minutes", type=at_least(float, 0), default=2.0, metavar="X", help="about so long; more reaches further [2]")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of autocast [auto: on a CPU float32]")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
+    add_device(parser, "bench.png", threads=1)
+    add("--quick", action="store_true", help="tiny shapes: does it run at all?")
+    return exit_code(partial(measure, parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -257,8 +257,7 @@ def setup(device_name, threads=0):
     if not torch.get_device_module(name).is_available():
         raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
     torch.set_flush_denormal(True)                            # decayed gates fall below 1e-38, where Intel cores crawl
-    if threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or torch.get_num_threads())
     cpu = getattr(torch.cpu, "get_capabilities", dict)()      # an older torch cannot tell
     if name == "cuda":
         torch.set_float32_matmul_precision("high")            # TF32

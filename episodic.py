@@ -8,9 +8,8 @@ An episode is a few batches. The storage phase shows each of them whole, the ret
     storage      to be or not to be , that is the question          23 + 45 = 68 . 90 + 11 = 4 .
     retrieval    to be or not to be , that is the [MASK]            23 + 45 = [MASK] . 90 + 11 = [MASK] .
 
-The model names the masked words. Each counts ten times as much as a next word of the storage phase. The state is
-carried through an episode, and each episode starts anew. Tests use text and sums that training never shows. Each test
-asks twice: with the state of the storage phase, and with a new state. The difference is what the memory carried.
+The model names the masked words. The state is carried through an episode, and each episode starts anew. Tests ask for
+unseen text and sums twice: with the state of the storage phase, and with a new one. The difference is what it carried.
 """
 import re
 import sys

@@ -32,10 +32,8 @@ def distinct(batch, n, below, generator):
 
 
 def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
-    """Draw multi-query associative recall: key-value pairs, then some of the keys, which ask for their values.
-
-    After Arora et al. 2023 (Zoology, arXiv 2312.04927), as https://github.com/HazyResearch/zoology draws it.
-
+    """Draw multi-query associative recall: key-value pairs, then some of the keys, which ask for their values (Arora et
+    al. 2023, arXiv 2312.04927), as https://github.com/HazyResearch/zoology draws it.
     mqar(1, n_pairs=3, n_queries=2, vocab=12, seq_len=14, generator=torch.Generator().manual_seed(7)):
 
                  key  val  key  val  key  val query                               query
@@ -44,8 +42,7 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
 
     -> tokens, targets (batch, seq_len) int64 on the CPU. Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1,
     each at most once in a row. 0 fills the rest. Targets are -100 where no answer is asked. Queries stand 2g places
-    behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler).
-    """
+    behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler)."""
     if not (1 <= n_queries <= n_pairs <= vocab // 2 - 1 and 2 * (n_pairs + n_queries) <= seq_len):
         raise UserError(f"mqar: {n_pairs=} and {n_queries=} do not fit into {vocab=}, {seq_len=}; give more of these")
     keys = 1 + distinct(batch, n_pairs, vocab // 2 - 1, generator)
@@ -61,10 +58,9 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
 
 
 def needle(batch, n_pairs, seq_len, generator, symbols=16):
-    """Draw key-value pairs hidden anywhere in noise; at the end each key asks for its value, in random order.
-
-    Token 0 stands behind a key that asks. Then come `symbols` tokens each for noise, keys (at most once a row) and
-    values. needle(1, 2, 12, g, symbols=3), where g is torch.Generator().manual_seed(10521) here and below:
+    """Draw key-value pairs hidden anywhere in noise; at the end each key asks for its value, in random order. Token 0
+    stands behind a key that asks. Then come `symbols` tokens each for noise, keys (at most once a row) and values.
+    needle(1, 2, 12, g, symbols=3), where g is torch.Generator().manual_seed(10521) here and below:
 
         tokens     1    1    6    7    1    1    4    9    4    0    6    0
         targets -100 -100 -100 -100 -100 -100 -100 -100    9 -100    7 -100
@@ -84,9 +80,8 @@ def needle(batch, n_pairs, seq_len, generator, symbols=16):
 # ---- the tasks of MAD (Poli et al. 2024, arXiv 2403.17844, https://github.com/athms/mad-lab), written anew. Here every
 # batch is new and only the answers are trained; MAD has fixed training sets, and its recalls train on every next token
 def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
-    """Draw in-context recall: n_keys key-value pairs repeat, and each value is asked for from its second time on.
-
-    A share `noise` of the pairs is noise. In fuzzy recall a key has `motif` tokens (in MAD's training also fewer) and a
+    """Draw in-context recall: n_keys key-value pairs repeat, and each value is asked for from its second time on. A
+    share `noise` of the pairs is noise. In fuzzy recall a key has `motif` tokens (in MAD's training also fewer) and a
     value 1 to `motif`. `symbols` tokens each are for keys and values, then twice as many for noise.
     recall(1, 2, 16, g, symbols=3, motif=2, noise=0.2):
 
@@ -108,10 +103,9 @@ def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
 
 
 def compression(batch, n_tokens, generator, symbols=15):
-    """Draw random tokens, a token "compress", then a token for each place that asks what stood there.
-
-    In MAD an MLP answers from the output at "compress" alone. Here a model may look further back, so only a model with
-    a fixed state has to compress. compression(1, 4, g, symbols=5):
+    """Draw random tokens, a token "compress", then a token for each place that asks what stood there. In MAD an MLP
+    answers from the output at "compress" alone. Here a model may look further back, so only a model with a fixed state
+    has to compress. compression(1, 4, g, symbols=5):
 
         tokens     1    0    4    3    5    6    7    8    9
         targets -100 -100 -100 -100 -100    1    0    4    3
@@ -122,10 +116,9 @@ def compression(batch, n_tokens, generator, symbols=15):
 
 
 def memorization(batch, seq_len, generator, symbols=127, seed=0):
-    """Draw keys, each with a token "insert" that asks for its value.
-
-    No value is ever shown: `seed` fixes the values for all rows and batches, so a model must learn them in training.
-    Tokens: `symbols` each of keys and values, then "insert". memorization(1, 8, g, symbols=4):
+    """Draw keys, each with a token "insert" that asks for its value. No value is ever shown: `seed` fixes them for all
+    rows and batches, so a model must learn them in training. Tokens: `symbols` each of keys and values, then "insert".
+    memorization(1, 8, g, symbols=4):
 
         tokens     3    8    0    8    3    8    1    8
         targets -100    6 -100    4 -100    6 -100    5
@@ -138,7 +131,6 @@ def memorization(batch, seq_len, generator, symbols=127, seed=0):
 
 def selective_copying(batch, n_tokens, seq_len, generator, symbols=14):
     """Draw tokens anywhere among blanks, a token "copy", then as many blanks, each asking for the next of the tokens.
-
     selective_copying(1, 3, 10, g, symbols=4), where 4 is the blank and 5 is "copy":
 
         tokens     4    3    0    3    4    4    5    4    4    4

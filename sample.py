@@ -20,24 +20,6 @@ from data import encode_prompt
 from train import continue_text, load_checkpoint, rebuild, save_file
 
 
-def parse(argv=None):
-    parser = Parser(prog="sample.py", description=__doc__)
-    add = parser.add_argument
-    add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
-    add("--prompt", default="", help="text to go on from; - reads stdin; empty starts from a newline")
-    add("--tokens", type=at_least(int, 0), default=500, metavar="N", help="tokens to write [500]")
-    add("--temperature", type=at_least(float, 0), default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
-    add("--top-k", type=at_least(int, 0), default=0, metavar="N", help="draw from the N likeliest tokens; 0: all [0]")
-    add("--top-p", type=at_least(float, 1e-9, 1), default=1.0, help="draw from the fewest tokens of this mass [1.0]")
-    add("--stop", default="", metavar="TEXT", help="end before this text appears")
-    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
-    add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
-    add("--save-state", metavar="FILE", help="keep what the memory has learned from prompt and text")
-    add("--load-state", metavar="FILE", help="go on from there, with the prompt or without")
-    add_device(parser)
-    return parser.parse_args(argv)
-
-
 def until(stop, pieces):
     """Yield the text of pieces up to the first `stop`, as soon as it cannot be the beginning of one."""
     waiting = ""
@@ -93,7 +75,21 @@ def speak(args):
 
 
 def main(argv=None):
-    return exit_code(lambda: speak(parse(argv)))
+    parser = Parser(prog="sample.py", description=__doc__)
+    add = parser.add_argument
+    add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
+    add("--prompt", default="", help="text to go on from; - reads stdin; empty starts from a newline")
+    add("--tokens", type=at_least(int, 0), default=500, metavar="N", help="tokens to write [500]")
+    add("--temperature", type=at_least(float, 0), default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
+    add("--top-k", type=at_least(int, 0), default=0, metavar="N", help="draw from the N likeliest tokens; 0: all [0]")
+    add("--top-p", type=at_least(float, 1e-9, 1), default=1.0, help="draw from the fewest tokens of this mass [1.0]")
+    add("--stop", default="", metavar="TEXT", help="end before this text appears")
+    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
+    add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
+    add("--save-state", metavar="FILE", help="keep what the memory has learned from prompt and text")
+    add("--load-state", metavar="FILE", help="go on from there, with the prompt or without")
+    add_device(parser)
+    return exit_code(lambda: speak(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

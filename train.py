@@ -214,8 +214,7 @@ class Text(Task):
         tc, ckpt = self.tc, load_checkpoint(self.tc.out)
         model.eval().load_state_dict(ckpt["model"])
         set_floor(model, (ckpt["step"] - 1) / tc.steps)
-        part = f"first {tc.report_tokens:,} tokens of the" if 0 < tc.report_tokens < len(self.splits[1]) else "whole"
-        say(f"\nbest step {ckpt['step']} on the {part} validation split, in windows of {tc.seq_len}:")
+        say(f"\nbest step {ckpt['step']} on the validation split, in windows of {tc.seq_len}:")
         loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype, tc.report_tokens)
         torch.manual_seed(tc.seed)
         start = encode_prompt(self.tokenizer, "")
@@ -225,7 +224,7 @@ class Text(Task):
         before, after = run["start"]["val"], run["end"]["val"]
         if after <= before:
             say(f"done: {tc.model} on {self.data['used']}, best validation loss {loss:.4f} nats/token, "
-                f"{loss / math.log(2):.4f} bits/token ({part} split), {timedelta(seconds=int(run['seconds']))}")
+                f"{loss / math.log(2):.4f} bits/token, {timedelta(seconds=int(run['seconds']))}")
         else:                                                 # or nan
             say(f"warning: the validation loss rose from {before:.4f} to {after:.4f}; lower --lr and --outer-muon-lr")
 
@@ -465,8 +464,7 @@ def parse(argv=None):
     presets = TRAIN_SIZES["tiny"] | SIZES["tiny"] | PRESETS[TrainConfig.model]
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    parser.add_argument_group("no run").add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="draw "
-        "log.csv of these folders, and train nothing: curves.png in the first, with --telemetry share.png")
+    parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="train nothing, draw these runs")
     return vars(parser.parse_args(argv))
 
 
@@ -483,12 +481,10 @@ def compile_model(model, task):
 
 def launch(given, settings=settings, make_task=Text, text=True):
     """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
-    if not 0 <= RANK < PROCESSES or PROCESSES > 1 and "MASTER_PORT" not in os.environ:
-        raise UserError(f"RANK {RANK} and WORLD_SIZE {PROCESSES} are not torchrun's; start with it, or unset them")
+    if not 0 <= RANK < PROCESSES or PROCESSES > 1 and not (text and "MASTER_PORT" in os.environ):
+        raise UserError(f"RANK {RANK}, WORLD_SIZE {PROCESSES}: torchrun sets these, only for train.py; unset them")
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
-    if PROCESSES > 1 and not text:
-        raise UserError("this program is one process; start it without torchrun")
     resume = given.get("resume")
     source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
     old = load_checkpoint(source, text) if source else None
