@@ -67,13 +67,11 @@ def race(device, contestants, seconds, memory=False):
     while racing and (len(racing[-1][-1]) < 3 or time.perf_counter() - began < seconds):
         for _, _, call, times in racing:
             times.append(clock(device, call))
-    rows = []
     for columns, tokens, call, times in racing:
         low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-        peak = dict(MiB=peak_mib(device, call)) if memory else {}
-        rows.append(dict(columns, **peak, tokens_per_s=tokens / median, spread=(high - low) / 2 / median,
-                         median_s=median, runs=len(times)))
-    return rows
+        columns.update(dict(MiB=peak_mib(device, call)) if memory else {}, tokens_per_s=tokens / median,
+                       spread=(high - low) / 2 / median, median_s=median, runs=len(times))
+    return [columns for columns, *_ in racing]
 
 
 def peak_mib(device, call):
@@ -106,7 +104,6 @@ def table(title, rows):
 
 # ---- the parts: each yields title and rows of its tables
 def layer(args, width, head_dim=HEAD, **differences):
-    """Return the layer of a block."""
     config = models.Config(n_embd=width, n_head=width // head_dim, head_dim=head_dim, **differences)
     made = models.Block(config).layer.to(args.device)
     if args.compile and isinstance(made, Attention):          # in a model its whole block is compiled
@@ -126,7 +123,7 @@ def part_layer(args, seconds):
     batch, width = ((1, 64), (1, 256), (4, 1024))[args.scale]
     lengths = ((32, 64), (256, 1024, 4096, 16384), (1024, 4096, 16384, 65536))[args.scale]
     how = dict(head_dim=SMALL_HEAD, expansion=2)
-    layers = {name: layer(args, width, **{**models.PRESETS[name], **how}) for name in args.model}
+    layers = {name: layer(args, width, **models.PRESETS[name] | how) for name in args.model}
     end, rows = time.perf_counter() + seconds, []
     for i, T in enumerate(lengths):
         left = end - time.perf_counter()
@@ -181,9 +178,7 @@ def part_step(args, seconds):
         call = partial(train.train_step, model, task.optimizers(model), task, tc.steps)      # whose rate is 0
         contestants.append((dict(name=name, parameters=model.num_params()), tc.batch_size * tc.seq_len, call))
     rows = race(args.device, contestants, seconds)
-    base = next((row["median_s"] for row in rows if row["name"] == "transformer"), None)
-    yield f"size {tc.size}, batch {tc.batch_size} x {tc.seq_len}; of_transformer: time over the transformer's", [
-        dict(row, ms=1e3 * row["median_s"], of_transformer=base and row["median_s"] / base) for row in rows]
+    yield f"size {tc.size}, batch {tc.batch_size} x {tc.seq_len}", [dict(row, ms=1e3 * row["median_s"]) for row in rows]
 
 
 def decode(model, tokens, state):
@@ -240,15 +235,6 @@ USES = dict(layer="model plot dtype compile", rule="compile", step="model dtype 
             peers="dtype compile")
 
 
-def machine(args):
-    """Return what makes the figures worth keeping."""
-    names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
-    chip = torch.cuda.get_device_name() if args.device.type == "cuda" else [*names, platform.machine()][0]
-    return dict(device=chip, threads=torch.get_num_threads(), dtype=str(args.dtype)[6:], compile=args.compile,
-                matmul=torch.get_float32_matmul_precision(), torch=str(torch.__version__),
-                commit=subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty 2>&-"))
-
-
 def measure(args):
     """Run the parts, print their tables, keep and draw the results."""
     parts = {name: PARTS[name] for name in args.part or PARTS}
@@ -261,8 +247,13 @@ def measure(args):
     args.compile = not cpu if args.compile is None else args.compile
     if args.compile:
         omega.compile_chunks()
-    result = dict(argv=sys.argv[1:], machine=machine(args), records=[])
-    say("  ".join(f"{name} {value}" for name, value in result["machine"].items()))
+    names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+    chip = torch.cuda.get_device_name() if args.device.type == "cuda" else [*names, platform.machine()][0]
+    machine = dict(device=chip, threads=torch.get_num_threads(), dtype=str(args.dtype)[6:], compile=args.compile,
+                   matmul=torch.get_float32_matmul_precision(), torch=str(torch.__version__),
+                   commit=subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty 2>&-"))
+    result = dict(argv=sys.argv[1:], machine=machine, records=[])
+    say("  ".join(f"{name} {value}" for name, value in machine.items()))
     torch.manual_seed(0)
     for name, (part, share) in parts.items():
         seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())

@@ -225,7 +225,6 @@ def picture(path, lines, x, y, log="", level=None, trained=None):
 
 
 def save(figure, path):
-    """Write a matplotlib figure as a PNG file."""
     with replacing(Path(path)) as temporary:
         figure.savefig(temporary, dpi=100, format="png")
     say(f"wrote {path}")
@@ -234,8 +233,7 @@ def save(figure, path):
 def curve(out, name):
     """Return the steps and the values of a column of OUT/log.csv."""
     try:
-        if not (rows := list(csv.DictReader(Path(out, "log.csv").open()))):
-            raise ValueError("no step is logged yet")
+        rows = list(csv.DictReader(Path(out, "log.csv").open()))
         return list(zip(*((int(row["step"]), float(row[name])) for row in rows if row.get(name))))
     except (OSError, KeyError, ValueError) as fault:
         raise UserError(f"cannot read {Path(out, 'log.csv')}: {fault}; give --plot folders of runs") from None

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import regex                                            # tiktoken requires it
+import tiktoken
 import torch
 
 from common import Parser, UserError, exit_code, replacing, say
@@ -201,8 +203,7 @@ class Tokenizer:
     """Turn text into ids and back. tokens[id] is the UTF-8 bytes of an id, so one table decodes all kinds: char (the
     sorted characters of a text), byte (all 256), bpe (these, then pairs in order of merging), gpt2 (GPT-2's 50257).
     `end` is the id of END, last in char and bpe if the text has several documents, always in byte and gpt2; else None.
-    Where a text itself says <|endoftext|>, that becomes ordinary tokens.
-    """
+    Where a text itself says <|endoftext|>, that becomes ordinary tokens."""
 
     def __init__(self, kind, tokens):
         self.kind, self.tokens, self.vocab_size = kind, list(tokens), len(tokens)
@@ -211,7 +212,6 @@ class Tokenizer:
         if kind == "char":
             self.ids = {BORDER if t == END else str(t, "utf-8"): i for i, t in enumerate(tokens)}
         elif kind != "byte":
-            import tiktoken
             ranks = {t: i for i, t in enumerate(tokens) if t != END}
             self.bpe = tiktoken.Encoding(kind, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
@@ -261,12 +261,11 @@ def make_tokenizer(kind, text, bpe_size=1024):
         return Tokenizer(kind, [character.encode() for character in sorted(set(text) - {BORDER})] + several * [END])
     if kind == "bpe":
         return Tokenizer(kind, train_bpe(split(text)[0], bpe_size - several) + several * [END])
-    import tiktoken
     try:
         bpe = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:              # no network; a wrong hash
         raise UserError(f"cannot download GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a "
-                        "folder where it is cached, or use --tokenizer byte (train.py: bpe)") from None
+                        "folder that has it, or use --tokenizer byte (train.py: bpe)") from None
     return Tokenizer(kind, [bpe.decode_single_token_bytes(i) for i in range(bpe.n_vocab)])
 
 
@@ -274,7 +273,6 @@ def train_bpe(text, size):
     """Return at most `size` tokens of byte-pair encoding (Sennrich et al. 2016), fewer where no pair occurs twice. It
     starts from all bytes. Again and again the two neighbours most frequent inside of GPT-2's words become a token.
     Pairs count by the bytes they make, as tiktoken merges them. Of equal counts the first in byte order wins."""
-    import regex                                        # tiktoken requires it
     times = Counter(m.group().encode() for part in text.split(BORDER) for m in regex.finditer(GPT2_PATTERN, part))
     parts = {word: [bytes([b]) for b in word] for word in times}
     tokens, counts, where = list(EVERY_BYTE), Counter(), defaultdict(set)   # of a pair: how often, in which words

@@ -60,8 +60,7 @@ NO_FLAG = ("size tokenizer bpe_size init grad_accum telemetry wandb tensorboard 
 def settings(given, old=None):
     """Return Settings and models.Config from flags and the checkpoint of --resume. Raise UserError where they clash."""
     task = (old["train"] if old else given).get("task", "episodes")
-    usual = USUAL[task]
-    run = {**old["config"], **old["train"]} if old else {**usual, **PRESETS[given.get("model", usual["model"])]}
+    run = old["config"] | old["train"] if old else USUAL[task] | PRESETS[given.get("model", USUAL[task]["model"])]
     if old and "modulus" not in run:
         raise UserError(f"{old['path']} is no run of episodic.py; give its --out")
     refuse_unused(given, [task], USES)
@@ -89,7 +88,6 @@ class Watched(train.Task):
     """Say and draw at the end what was measured, as both tasks do."""
 
     def finish(self, model, run):
-        """Say the last measures, and draw all of them with --plot."""
         say("done: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a))
         if self.tc.plot:
             lines = {c.replace("_", " "): curve(self.tc.out, c) for c in self.columns}
@@ -238,8 +236,7 @@ class Grok(Watched):
         E = model.embed.weight[:self.p]
         random = torch.randn(E.shape, generator=torch.Generator().manual_seed(0))
         (share, fit), (share_random, fit_random) = circles(E), circles(random)
-        found = score(self.shown), score(self.held_out), share, share_random, fit, fit_random
-        return dict(zip(self.columns, found))
+        return dict(zip(self.columns, (score(self.shown), score(self.held_out), share, share_random, fit, fit_random)))
 
 
 def main(argv=None):

@@ -96,22 +96,15 @@ def resident(device):
         return math.nan
 
 
-def pieces(ids, n, length):
-    """Yield at least n tokens and the one after each, over and over the same ids, in pieces x, y (1, length)."""
-    ids = torch.as_tensor(ids[: n + 1]).long()
-    for t in range(0, n, length):
-        at = torch.arange(t, t + length) % (len(ids) - 1)
-        yield ids[at][None], ids[at + 1][None]
-
-
 @torch.inference_mode()
 def stream(model, ids, n):
-    """Read n tokens through one state. Raises Halt where a loss is not finite or memory grows with the stream."""
+    """Read about n tokens through one state. Raises Halt where a loss is not finite or memory grows with the stream."""
     c, device, state, seen, total, marks = model.config, next(model.parameters()).device, None, 0, 0.0, []
-    # a state's size depends on the place in a chunk, and in a segment of mac: look at it at the end of both
+    piece = -(-1024 // c.period()) * c.period()               # where chunk and segment end, as a state depends on both
+    ids = data.Joined([ids] * (n // len(ids) + piece // len(ids) + 2))[: -(-n // piece) * piece + 1]
     say(f"\na stream of {n:,} tokens\n     tokens  nats/token  tokens/s  resident MiB  state bytes")
     began = time.perf_counter()
-    for x, y in pieces(ids, n, -(-1024 // c.period()) * c.period()):
+    for x, y in data.streams(ids, piece, 1):
         logits, state = model(x.to(device), state)
         total += F.cross_entropy(logits[0].float(), y[0].to(device), reduction="sum").item()
         seen += y.numel()

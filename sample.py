@@ -6,8 +6,7 @@
     python sample.py --prompt - --tokens 0 --save-state read.pt < book.txt      a book is read once; and then
     python sample.py --load-state read.pt --prompt "After that"                 each text begins where it ended
 
-A state has a constant size (except with full attention or exp features), so a new token costs the same after a long
-text. The texts go to stdout as they are generated, with a line of dashes between two, and all else goes to stderr.
+The texts go to stdout as they are generated, with a line of dashes between two, and all else goes to stderr.
 """
 import sys
 from pathlib import Path

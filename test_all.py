@@ -1819,7 +1819,7 @@ def test_the_report_is_bounded_and_shows_progress(text, trained, tmp_path, capsy
 def test_a_resumed_run_may_lower_its_rates(copy, capsys):
     """`lower --lr`, says a run that stops, and --resume --lr was refused."""
     again = "--resume", "--out", copy, "--device", "cpu", "--steps", 12
-    assert "can lower" in refused(capsys, train.main, *again, "--lr", 0.5)
+    assert "--lr is" in refused(capsys, train.main, *again, "--lr", 0.5)
     assert train.main(list(map(str, (*again, "--lr", 1e-3)))) == 0
     assert "--lr is 0.001 from here on, " in capsys.readouterr().out
     ckpt = saved(copy)
@@ -2169,8 +2169,6 @@ def test_curves(tmp_path, capsys, monkeypatch):
     (tmp_path / "a" / "log.csv").write_text("step,loss,val\n1,3.5,\n")           # not yet validated
     assert train.main(["--plot", str(tmp_path / "a")]) == 0
     assert train.main(["--plot", str(tmp_path)]) == 2 and "log.csv" in capsys.readouterr().err
-    (tmp_path / "b" / "log.csv").write_text("step,loss\n")
-    assert "no step" in refused(capsys, train.main, "--plot", tmp_path / "b")
 
 
 # ---- eval.py
@@ -2213,11 +2211,10 @@ def test_position_loss_by_hand():
 
 def test_stream_tells_growth_and_nan(capsys):
     """Catches a check that never fails, or fails where a cache has to grow; targets that are not the next tokens."""
-    x, y = (torch.cat(parts, 1)[0].tolist() for parts in zip(*eval.pieces(torch.arange(8), 9, length=5)))
-    assert x == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2] and y == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
     ids, uniform = torch.arange(50) % 5, lambda x: torch.zeros(*x.shape, 5)
-    eval.stream(Stub(uniform), ids, 20_000)
-    assert f" {math.log(5):.4f} " in capsys.readouterr().out
+    for says, nats in (uniform, math.log(5)), (lambda x: 50 * F.one_hot((x + 1) % 5, 5).float(), 0):
+        eval.stream(Stub(says), ids, 20_000)
+        assert capsys.readouterr().out.count(f" {nats:.4f} ") == 10
     slowly = lambda state: torch.zeros(1000 if state is None else len(state) + 5)          # 9 % from the first tenth on
     with pytest.raises(common.Halt, match="memory grows"):
         eval.stream(Stub(uniform, slowly), ids, 20_000)
@@ -2386,7 +2383,7 @@ def test_bench_smoke(tmp_path, capsys):
     names = {part: [r.get("name") for r in result["records"] if r["part"] == part] for part in bench.PARTS}
     assert names["layer"] == ["omeganet", "transformer"] * 2 and names["step"] == ["omeganet", "transformer"]
     assert len(names["rule"]) == 10 and len(names["decode"]) == 4 and names["peers"].count("ours") == 4
-    keys = dict(layer="MiB T", rule="MiB muon_every shard", step="parameters of_transformer", peers="MiB times_titans",
+    keys = dict(layer="MiB T", rule="MiB muon_every shard", step="parameters ms", peers="MiB times_titans",
                 decode="position ms_per_token state_bytes")
     for r in result["records"]:
         assert r["median_s"] > 0 and r["runs"] >= 3 and r["tokens_per_s"] > 0

@@ -107,8 +107,7 @@ def keep_to(old, names, given):
         if name in RATES and given[name] < was[name]:
             say(f"{flag(name)} is {given[name]} from here on, {was[name]} before")
         elif given[name] != was.get(name):
-            raise UserError(f"{flag(name)} is {was.get(name)} in {old['path']}, not {given[name]}; drop the flag "
-                            "(--resume can lower a rate), or begin a new run (--init takes the weights along)")
+            raise UserError(f"{flag(name)} is {was.get(name)} in {old['path']}, not {given[name]}; drop it, or --init")
 
 
 def settings(given, old=None):
@@ -139,9 +138,8 @@ def settings(given, old=None):
 # ---- what is trained
 class Task:
     """What a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns inputs
-    and targets, and mask and reset of documents that begin at multiples of period: a function of (seed, number).
-    `launch` also needs vocab_size, `data` (what is read) and finish(model, run). A checkpoint keeps `saved`. `measure`
-    finds the `columns`."""
+    and targets, with mask and reset of documents that begin at multiples of period, as a function of (seed, number).
+    `launch` also needs vocab_size, data (what is read), finish(model, run). A checkpoint keeps `saved`."""
     about, saved, columns = "", {}, []
 
     def __init__(self, tc, device, dtype=torch.float32):
@@ -151,7 +149,6 @@ class Task:
         """Change the starting values of a new model."""
 
     def loss(self, model, number):
-        """Return the loss of a forward pass."""
         x, y, *marks = (a.to(self.device) for a in self.draw(number, model.config.period()))
         self.seen += x.numel()
         with autocast(self.device, self.dtype):
@@ -184,7 +181,6 @@ class Text(Task):
                       f"{tokenizer.kind} vocabulary of {self.vocab_size:,}")
 
     def begin(self, model):
-        """Say what --documents costs."""
         if self.tc.documents:
             period = model.config.period()
             gaps = 1 - torch.cat([self.draw(i, period)[2] for i in range(32)]).double().mean()
@@ -233,9 +229,8 @@ class Text(Task):
 def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32, tell=math.inf):
     """Return the mean loss in nats a token over ids cut into windows of seq_len, or about max_windows of them. The
     memory starts anew in each. carry=True reads ids as batch_size long streams instead. tell: tokens between lines."""
-    device, state = next(model.parameters()).device, None
+    device, state, total, n = next(model.parameters()).device, None, 0.0, 0
     every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
-    total, n = 0.0, 0
     for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
         # shapes that come once, as a last window or the length of a cache, are not worth compiling
         odd = x.shape != (batch_size, seq_len) or carry and model.config.attention
@@ -460,11 +455,12 @@ def rebuild(ckpt, config=None):
 def parse(argv=None):
     """Return a dict of the flags that were given."""
     parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "
-                    "--model (models.PRESETS), which wins over --size (models.SIZES, TRAIN_SIZES).")
+                    "--model (models.PRESETS), and that over --size (models.SIZES, TRAIN_SIZES).")
     presets = TRAIN_SIZES["tiny"] | SIZES["tiny"] | PRESETS[TrainConfig.model]
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="train nothing, draw these runs")
+    how = dict(nargs="+", metavar="OUT", default=SUPPRESS, help="draw curves.png, with --telemetry share.png, of runs")
+    parser.add_argument_group("no run").add_argument("--plot", **how)
     return vars(parser.parse_args(argv))
 
 
@@ -516,8 +512,8 @@ def launch(given, settings=settings, make_task=Text, text=True):
     where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
         f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
-        f"device   {where} x {PROCESSES}, {torch.get_num_threads()} threads, {str(dtype)[6:]}, float32 products of "
-        f"{torch.get_float32_matmul_precision()} precision" + ", compiling .." * tc.compile)
+        f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(dtype)[6:]}"
+        + ", compiling .." * tc.compile)
     optimizers = task.optimizers(model)
     for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
