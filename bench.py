@@ -172,7 +172,7 @@ def part_step(args, seconds):
     for name in args.model:
         tc, config = train.settings(dict(how, model=name))
         task, model = train.Task(tc, args.device, args.dtype), models.LM(config).to(args.device).train()
-        task.draw = lambda number, _: torch.randint(config.vocab_size, (2, tc.batch_size, tc.seq_len))
+        task.draw = lambda number, _: torch.randint(models.Config.vocab_size, (2, tc.batch_size, tc.seq_len))
         if args.compile:
             model.compile_memory()
         call = partial(train.train_step, model, task.optimizers(model), task, tc.steps)      # whose rate is 0

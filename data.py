@@ -225,7 +225,7 @@ class Tokenizer:
         if self.kind in ("bpe", "gpt2"):
             return np.array(self.bpe.encode_ordinary(text), dtype=np.int64)
         if lacking := sorted(set(text) - self.ids.keys()):
-            raise UserError(f"{len(lacking)} characters are not in the vocabulary, as {''.join(lacking[:20])!r}")
+            raise UserError(f"the vocabulary lacks {len(lacking)} characters, {''.join(lacking[:20])!r}; omit them")
         return np.fromiter(map(self.ids.__getitem__, text), np.int64, len(text))
 
     def decode(self, ids):

@@ -54,7 +54,7 @@ class TrainConfig:
     batch_size: int = opt(8, "sequences in a forward pass", low=1)
     grad_accum: int = opt(1, "forward passes in a step", low=1)
     seq_len: int = opt(256, "tokens in a sequence", low=1)
-    documents: bool = opt(False, "in training begin each document (row of .jsonl, file) with a new memory, at a chunk")
+    documents: bool = opt(False, "train on each document (row of .jsonl, file) with a new memory, at a chunk's border")
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest", ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
     embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr; with --tie give 1")
@@ -107,7 +107,7 @@ def keep_to(old, names, given):
         if name in RATES and given[name] < was[name]:
             say(f"{flag(name)} is {given[name]} from here on, {was[name]} before")
         elif given[name] != was.get(name):
-            raise UserError(f"{flag(name)} is {was.get(name)} in {old['path']}, not {given[name]}; drop it, or --init")
+            raise UserError(f"{flag(name)} is {was.get(name)} in {old['path']}, not {given[name]}; drop the flag")
 
 
 def settings(given, old=None):
@@ -227,8 +227,8 @@ class Text(Task):
 
 @torch.no_grad()
 def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32, tell=math.inf):
-    """Return the mean loss in nats a token over ids cut into windows of seq_len, or about max_windows of them. The
-    memory starts anew in each. carry=True reads ids as batch_size long streams instead. tell: tokens between lines."""
+    """Return the mean nats a token of a model in eval mode over ids in windows of seq_len, or about max_windows of
+    them, each with a new memory. carry=True reads ids as batch_size long streams. tell: tokens between lines."""
     device, state, total, n = next(model.parameters()).device, None, 0.0, 0
     every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
     for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
