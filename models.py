@@ -415,8 +415,10 @@ class LM(nn.Module):
 
     def with_blocks(self, states):
         """Return pairs of a block and its state. Raises ValueError unless there is a state for each."""
-        if isinstance(states, tuple) and hasattr(states, "_fields") or len(states) != len(self.blocks):
-            raise ValueError(f"a model of {len(self.blocks)} blocks takes a tuple of that many states")
+        if hasattr(states, "_fields"):
+            raise ValueError("a model takes a tuple of the states of its layers, not the state of one")
+        if len(states) != len(self.blocks):
+            raise ValueError(f"the state fits another model: its n_layer is {len(states)}, not {len(self.blocks)}")
         return zip(self.blocks, states)
 
     def loss(self, tokens, targets, mask=None, reset=None):
