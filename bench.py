@@ -9,9 +9,8 @@
     decode   ms a token and bytes of state, early and late in a stream
     peers    the same work done by attention and by titans-pytorch, where that is installed
 
-Contestants take turns, so a busy moment of the machine hits all of them. The first call of each, which may compile,
-does not count. Times are medians, and `spread` is half the distance of the quartiles over the median. On one CPU thread
-they are seconds of the processor, without other programs. `MiB` is the peak of torch's allocator in a call.
+Contestants take turns, so a busy moment of the machine hits all of them. Times are medians without the first call,
+which may compile; `spread` is half the distance of the quartiles over the median. `MiB` is the peak of torch's memory.
 """
 import argparse
 import itertools
@@ -64,18 +63,15 @@ def race(device, contestants, seconds, memory=False):
             clock(device, call)
             racing.append((columns, tokens, call, []))
         except Exception as fault:
-            name, message = " ".join(map(str, columns.values())), str(fault).partition("\n")[0]
-            say(f"{name} left out: {type(fault).__name__}: {message}")
+            say(f"{' '.join(map(str, columns.values()))} left out: {fault!r:.200}")
     while racing and (len(racing[-1][-1]) < 3 or time.perf_counter() - began < seconds):
         for _, _, call, times in racing:
             times.append(clock(device, call))
-    rows = []
     for columns, tokens, call, times in racing:
         low, median, high = statistics.quantiles(times, n=4, method="inclusive")
-        peak = dict(MiB=peak_mib(device, call)) if memory else {}
-        rows.append(dict(columns, **peak, tokens_per_s=tokens / median, spread=(high - low) / 2 / median,
-                         median_s=median, runs=len(times)))
-    return rows
+        columns.update(dict(MiB=peak_mib(device, call)) if memory else {}, tokens_per_s=tokens / median,
+                       spread=(high - low) / 2 / median, median_s=median, runs=len(times))
+    return [columns for columns, *_ in racing]
 
 
 def peak_mib(device, call):
@@ -108,7 +104,6 @@ def table(title, rows):
 
 # ---- the parts: each yields title and rows of its tables
 def layer(args, width, head_dim=HEAD, **differences):
-    """Return the layer of a block."""
     config = models.Config(n_embd=width, n_head=width // head_dim, head_dim=head_dim, **differences)
     made = models.Block(config).layer.to(args.device)
     if args.compile and isinstance(made, Attention):          # in a model its whole block is compiled
@@ -128,7 +123,7 @@ def part_layer(args, seconds):
     batch, width = ((1, 64), (1, 256), (4, 1024))[args.scale]
     lengths = ((32, 64), (256, 1024, 4096, 16384), (1024, 4096, 16384, 65536))[args.scale]
     how = dict(head_dim=SMALL_HEAD, expansion=2)
-    layers = {name: layer(args, width, **{**models.PRESETS[name], **how}) for name in args.model}
+    layers = {name: layer(args, width, **models.PRESETS[name] | how) for name in args.model}
     end, rows = time.perf_counter() + seconds, []
     for i, T in enumerate(lengths):
         left = end - time.perf_counter()
@@ -141,10 +136,10 @@ def part_layer(args, seconds):
         yield f"forward + backward, batch {batch}, width {width}, heads of {SMALL_HEAD}", rows
 
 
-def rule_call(args, batch, H, window, chunk, muon_every, shard, T):
+def rule_call(args, batch, H, T, shard, muon_every, **how):
     """Return a function that runs omega(), or shards() with shards of `shard` tokens, forward and backward."""
-    made = layer(args, H * HEAD, **MLP, max_norm=0.0, window=window, chunk=chunk, shard=shard,
-                 muon=muon_every > 0, muon_every=max(1, muon_every))
+    how |= dict(shard=shard, muon=muon_every > 0, muon_every=max(1, muon_every))
+    made = layer(args, H * HEAD, **MLP, max_norm=0.0, **how)
     x = torch.randn(batch, T, H * HEAD, device=args.device)
     state = made.start(x)
     with torch.no_grad():
@@ -170,29 +165,20 @@ def part_rule(args, seconds):
            race(args.device, contestants, seconds, memory=True))
 
 
-class Noise(train.Text):
-    """Train on random tokens."""
-
-    def __init__(self, *how):
-        train.Task.__init__(self, *how)
-        self.splits = [torch.randint(models.Config.vocab_size, (100_000,)).numpy()]
-
-
 def part_step(args, seconds):
     """Time a training step of train.py."""
     how = (dict(size="tiny", batch_size=1, seq_len=64), dict(size="tiny"), dict(size="baby"))[args.scale]
     contestants = []
     for name in args.model:
         tc, config = train.settings(dict(how, model=name))
-        task, model = Noise(tc, args.device, args.dtype), models.LM(config).to(args.device).train()
+        task, model = train.Task(tc, args.device, args.dtype), models.LM(config).to(args.device).train()
+        task.draw = lambda number, _: torch.randint(models.Config.vocab_size, (2, tc.batch_size, tc.seq_len))
         if args.compile:
             model.compile_memory()
         call = partial(train.train_step, model, task.optimizers(model), task, tc.steps)      # whose rate is 0
         contestants.append((dict(name=name, parameters=model.num_params()), tc.batch_size * tc.seq_len, call))
     rows = race(args.device, contestants, seconds)
-    base = next((row["median_s"] for row in rows if row["name"] == "transformer"), None)
-    yield f"size {tc.size}, batch {tc.batch_size} x {tc.seq_len}; of_transformer: time over the transformer's", [
-        dict(row, ms=1e3 * row["median_s"], of_transformer=base and row["median_s"] / base) for row in rows]
+    yield f"size {tc.size}, batch {tc.batch_size} x {tc.seq_len}", [dict(row, ms=1e3 * row["median_s"]) for row in rows]
 
 
 def decode(model, tokens, state):
@@ -249,31 +235,6 @@ USES = dict(layer="model plot dtype compile", rule="compile", step="model dtype 
             peers="dtype compile")
 
 
-def machine(args):
-    """Return what makes the figures worth keeping."""
-    names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
-    chip = torch.cuda.get_device_name() if args.device.type == "cuda" else [*names, platform.machine()][0]
-    return dict(device=chip, threads=torch.get_num_threads(), dtype=str(args.dtype)[6:], compile=args.compile,
-                matmul=torch.get_float32_matmul_precision(), torch=str(torch.__version__),
-                commit=subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty 2>&-"))
-
-
-def parse(argv=None):
-    """Return the flags."""
-    parser = Parser(prog="bench.py", description=__doc__)
-    add = parser.add_argument
-    add("--part", action="append", choices=tuple(PARTS), help="what to measure; may be given several times [all]")
-    add("--model", action="append", choices=tuple(models.PRESETS), help="of layer, step and decode, likewise [all]")
-    add("--minutes", type=at_least(float, 0), default=2.0, metavar="X", help="about so long; more reaches further [2]")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of autocast [auto: on a CPU float32]")
-    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
-    add_device(parser, threads=1)
-    add("--json", metavar="FILE", help="write all records there")
-    add("--plot", nargs="?", const="bench.png", metavar="FILE", help="draw layer [bench.png]")
-    add("--quick", action="store_true", help="tiny shapes: does it run at all?")
-    return parser.parse_args(argv)
-
-
 def measure(args):
     """Run the parts, print their tables, keep and draw the results."""
     parts = {name: PARTS[name] for name in args.part or PARTS}
@@ -286,8 +247,13 @@ def measure(args):
     args.compile = not cpu if args.compile is None else args.compile
     if args.compile:
         omega.compile_chunks()
-    result = dict(argv=sys.argv[1:], machine=machine(args), records=[])
-    say("  ".join(f"{name} {value}" for name, value in result["machine"].items()))
+    names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
+    chip = torch.cuda.get_device_name() if args.device.type == "cuda" else [*names, platform.machine()][0]
+    machine = dict(device=chip, threads=torch.get_num_threads(), dtype=str(args.dtype)[6:], compile=args.compile,
+                   matmul=torch.get_float32_matmul_precision(), torch=str(torch.__version__),
+                   commit=subprocess.getoutput(f"git -C '{Path(__file__).parent}' describe --always --dirty 2>&-"))
+    result = dict(argv=sys.argv[1:], machine=machine, records=[])
+    say("  ".join(f"{name} {value}" for name, value in machine.items()))
     torch.manual_seed(0)
     for name, (part, share) in parts.items():
         seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
@@ -297,14 +263,22 @@ def measure(args):
                 result["records"] += [dict(part=name, **row) for row in rows]
                 if args.json:                                 # at once, so that Ctrl-C loses nothing
                     Path(args.json).write_text(json.dumps(result) + "\n")
-    if args.plot:
-        lines = {models.title(name): [[r[x] for r in result["records"] if r["part"] == "layer" and r["name"] == name]
-                                      for x in ("T", "tokens_per_s")] for name in args.model}
-        picture(args.plot, lines, "sequence length [tokens]", "forward + backward of one layer [tokens/s]", log="xy")
+    lines = {models.title(name): [[r[x] for r in result["records"] if r["part"] == "layer" and r["name"] == name]
+                                  for x in ("T", "tokens_per_s")] for name in args.model}
+    picture(args.plot, lines, "sequence length [tokens]", "forward + backward of one layer [tokens/s]", log="xy")
 
 
 def main(argv=None):
-    return exit_code(partial(measure, parse(argv)))
+    parser = Parser(prog="bench.py", description=__doc__)
+    add = parser.add_argument
+    add("--part", action="append", choices=tuple(PARTS), help="what to measure; may be given several times [all]")
+    add("--model", action="append", choices=tuple(models.PRESETS), help="of layer, step and decode, likewise [all]")
+    add("--minutes", type=at_least(float, 0), default=2.0, metavar="X", help="about so long; more reaches further [2]")
+    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="of autocast [auto: on a CPU float32]")
+    add("--compile", action=argparse.BooleanOptionalAction, help="torch.compile layers and steps [on CUDA]")
+    add_device(parser, "bench.png", threads=1)
+    add("--quick", action="store_true", help="tiny shapes: does it run at all?")
+    return exit_code(partial(measure, parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

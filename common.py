@@ -1,7 +1,4 @@
-"""common.py - what all programs share: settings that become flags, one-line errors, files, pictures, the device.
-
-`add_flags` turns each field that `opt` made into a flag. `exit_code` prints a UserError, a user's mistake, as one line.
-"""
+"""common.py - what all programs share: settings that become flags, one-line errors, files, pictures, the device."""
 import argparse
 import csv
 import importlib.util
@@ -9,7 +6,7 @@ import os
 import platform
 import signal
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import field, fields
 from pathlib import Path
 
@@ -98,11 +95,13 @@ def add_flags(group, cls, presets, skip=()):
             group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
 
-def add_device(parser, threads=0):
-    """Add --device and --threads."""
+def add_device(parser, plot="", threads=0):
+    """Add --device and --threads; with the name of a picture --plot and --json, too."""
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
-    parser.add_argument("--threads", type=at_least(int, 0), default=threads, metavar="N",
-                        help=f"CPU threads; 0: torch decides [{threads}]")
+    parser.add_argument("--threads", type=at_least(int, 0), default=threads, help=f"0: torch decides [{threads}]")
+    if plot:
+        parser.add_argument("--plot", nargs="?", const=plot, metavar="FILE", help=f"draw a picture [{plot}]")
+        parser.add_argument("--json", metavar="FILE", help="keep the results there")
 
 
 def at_least(kind, low, high=2**31 - 1):
@@ -161,8 +160,7 @@ def replacing(path):
 
 def check_files(plot, file):
     """Raise UserError where the file of --plot or --json cannot be made; called before the work begins."""
-    if plot:
-        need("matplotlib")
+    need("matplotlib", plot)
     for path in map(Path, filter(None, (plot, file))):
         if path.is_dir() or not os.access(path if path.exists() else f"{path.parent}/", os.W_OK):
             raise UserError(f"cannot write {path}; give another file, or make its folder")
@@ -170,12 +168,11 @@ def check_files(plot, file):
 
 @contextmanager
 def locked(folder):
-    """Make a folder and hold it for this process. Raises UserError where another one does, which it names, or where no
-    file can be written. The kernel frees the lock of a killed process. A new folder that stays empty is removed."""
-    new, lock = [path for path in (folder, *folder.parents) if not path.exists()], folder / "lock"
+    """Make a folder and hold it for this process. Raises UserError where another process holds it, or where no file
+    can be written. The kernel frees the lock of a killed process."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = lock.open("a+")
+        file = (lock := folder / "lock").open("a+")
     except OSError as fault:
         raise UserError(f"cannot write in --out {folder} ({fault.strerror}); give another folder") from None
     with file:
@@ -186,25 +183,24 @@ def locked(folder):
             raise UserError(f"--out {folder} is in use by {lock.read_text()}; give another, or end that run") from None
         except (ImportError, OSError):                        # Windows and some network disks have no such lock
             pass
+        lock.write_text(f"process {os.getpid()} on {platform.node()}")
         try:
-            lock.write_text(f"process {os.getpid()} on {platform.node()}")
             yield
         finally:
-            with suppress(OSError):
-                lock.unlink()
-                for path in new:
-                    path.rmdir()
+            lock.unlink(missing_ok=True)
 
 
-def need(package):
-    """Raise UserError where an optional package is missing; called before the work begins."""
-    if not importlib.util.find_spec(package):
+def need(package, wanted=True):
+    """Raise UserError where an optional package is wanted and missing; called before the work begins."""
+    if wanted and not importlib.util.find_spec(package):
         raise UserError(f"this needs {package}: pip install {package}")
 
 
 def picture(path, lines, x, y, log="", level=None, trained=None):
     """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with bands clipped to [0, 1], over axes named x and y. log
-    names the logarithmic axes. A dotted line is drawn at `level`, for guessing, and a vertical one at `trained`."""
+    names the logarithmic axes. `level` is drawn as a dotted line, `trained` as a vertical one. No path: no picture."""
+    if not path:
+        return
     need("matplotlib")
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.4, 4), layout="constrained")
@@ -229,7 +225,6 @@ def picture(path, lines, x, y, log="", level=None, trained=None):
 
 
 def save(figure, path):
-    """Write a matplotlib figure as a PNG file."""
     with replacing(Path(path)) as temporary:
         figure.savefig(temporary, dpi=100, format="png")
     say(f"wrote {path}")
@@ -238,8 +233,7 @@ def save(figure, path):
 def curve(out, name):
     """Return the steps and the values of a column of OUT/log.csv."""
     try:
-        if not (rows := list(csv.DictReader(Path(out, "log.csv").open()))):
-            raise ValueError("no step is logged yet")
+        rows = list(csv.DictReader(Path(out, "log.csv").open()))
         return list(zip(*((int(row["step"]), float(row[name])) for row in rows if row.get(name))))
     except (OSError, KeyError, ValueError) as fault:
         raise UserError(f"cannot read {Path(out, 'log.csv')}: {fault}; give --plot folders of runs") from None
@@ -261,8 +255,7 @@ def setup(device_name, threads=0):
     if not torch.get_device_module(name).is_available():
         raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
     torch.set_flush_denormal(True)                            # decayed gates fall below 1e-38, where Intel cores crawl
-    if threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads or torch.get_num_threads())
     cpu = getattr(torch.cpu, "get_capabilities", dict)()      # an older torch cannot tell
     if name == "cuda":
         torch.set_float32_matmul_precision("high")            # TF32
@@ -283,7 +276,6 @@ def native_bfloat16(device):
 
 
 def pick_dtype(name, device):
-    """Return the torch.dtype of a --dtype."""
     return getattr(torch, ("bfloat16" if native_bfloat16(device) else "float32") if name == "auto" else name)
 
 

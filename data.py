@@ -13,14 +13,14 @@ import re
 import shutil
 import sys
 import urllib.request
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import regex                                            # tiktoken requires it
+import tiktoken
 import torch
 
 from common import Parser, UserError, exit_code, replacing, say
@@ -50,8 +50,8 @@ class Joined:
 
     def __getitem__(self, at):
         start, stop, _ = at.indices(len(self))
-        low, high = bisect_right(self.edges, start) - 1, bisect_left(self.edges, stop)
-        parts = [a[max(0, start - i): stop - i] for a, i in zip(self.parts[low:high], self.edges[low:])]
+        inside = ((a, i) for a, i in zip(self.parts, self.edges) if i < stop and start < i + len(a))
+        parts = [a[max(0, start - i): stop - i] for a, i in inside]
         return np.concatenate(parts) if 0 < stop - start <= LOADED else Joined(parts)
 
 
@@ -80,19 +80,17 @@ class Corpus(NamedTuple):
         if (shorter := min(map(len, self.tokens))) <= seq_len:
             raise UserError(f"a split of {self.used} has {shorter} tokens, too few for --seq-len {seq_len}")
         if self.greatest >= tokenizer.vocab_size:
-            raise UserError(f"{self.used} holds token ids up to {self.greatest}, not of this {tokenizer.kind} "
-                            f"vocabulary of {tokenizer.vocab_size}; give the --tokenizer that made them, or a text")
+            raise UserError(f"{self.used} holds ids up to {self.greatest}; give the --tokenizer that made them")
         return self.tokens
 
 
 def read(name):
     """Return the Corpus of a name as --data takes it. Raises UserError for what cannot be read, is empty or not UTF-8.
     'shakespeare' is data/shakespeare.txt beside this file, downloaded if missing. Without a network it is 'pydoc',
-    Python's own help text; that differs between Python versions, so it is no benchmark. A folder with token files
-    (*train*.bin and *val*.bin, no meta.pkl) stands for these, as nanoGPT or llm.c writes them, in any number of shards;
-    they are mapped, not loaded. Any other folder stands for its .txt, .json and .jsonl files, in subfolders too. Any
-    other name is a UTF-8 file; .json and .jsonl give the "text" of each row. 'a.txt:0.4,b.jsonl:0.6' is a mix of names
-    by weight."""
+    Python's own help text, which differs between its versions. A folder with token files (*train*.bin and *val*.bin,
+    no meta.pkl) stands for these, as nanoGPT or llm.c writes them, in any number of shards; they are mapped, not
+    loaded. Any other folder stands for its .txt, .json and .jsonl files, in subfolders too. Any other name is a UTF-8
+    file; .json and .jsonl give the "text" of each row. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
     weighted = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
     if all(weighted):
         mix = tuple((float(part[2]), read(part[1])) for part in weighted)
@@ -131,18 +129,15 @@ def _token_file(path):
 
 def texts(name):
     """Return what is really read for a name, and an iterator over its text in pieces, BORDER between documents."""
-    text = _shakespeare() if name == "shakespeare" else None
-    if name == "pydoc" or name == "shakespeare" and not text:
+    if name == "pydoc" or name == "shakespeare" and not _shakespeare():
         from pydoc_data.topics import topics
-        name, text = "pydoc", "\n".join(topics[topic] for topic in sorted(topics))
-    return str(name), [text] if text else _pieces(Path(name))
+        return "pydoc", ["\n".join(topics[topic] for topic in sorted(topics))]
+    return str(name), _pieces(SHAKESPEARE if name == "shakespeare" else Path(name))
 
 
 def _pieces(name):
     """Yield the text of a file or folder in pieces, and say how far it is. Raises UserError where there is none."""
     paths, seen, n = _text_files(name) if name.is_dir() else [name], 0, 0
-    tell = lambda: print(f"data: read {seen:,} characters, {n:,} documents, from {i} of {len(paths)} files in {name}",
-                         file=sys.stderr)
     for i, path in enumerate(map(Path, paths), 1):
         begins = True
         for text in _parts(path):
@@ -150,12 +145,11 @@ def _pieces(name):
                 yield BORDER * (begins and n > 0) + text
                 n, begins, seen = n + begins, path.suffix.lower() in JSON, seen + len(text)
                 if seen % (4 * BLOCK) < len(text):      # not too often
-                    tell()
+                    print(f"data: read {seen:,} characters, {i - 1} of {len(paths)} files in {name}", file=sys.stderr)
     if not n:
-        raise UserError(f"no text in {name}; give --data a text file, or a folder of .txt, .json or .jsonl files "
-                        "(gunzip .gz) or of token files, *train*.bin and *val*.bin")
+        raise UserError(f"no text in {name}; give --data a text (gunzip .gz), or a folder of texts or *train*.bin")
     if n > 1 or name.is_dir():
-        tell()
+        print(f"data: {seen:,} characters, {n:,} documents, {len(paths)} files in {name}", file=sys.stderr)
 
 
 def _text_files(folder):
@@ -165,49 +159,43 @@ def _text_files(folder):
         if folders.setdefault(os.path.realpath(at), at) != at:
             names = inside[:] = []
         inside[:] = sorted(sub for sub in inside if sub[0] != ".")                 # .ipynb_checkpoints, ._a.txt
-        found += [os.path.join(at, name) for name in names
-                  if name[0] != "." and name.lower().endswith((".txt", *JSON))]
+        found += [os.path.join(at, a) for a in names if a[0] != "." and a.lower().endswith((".txt", *JSON))]
     return sorted({os.path.realpath(path): path for path in sorted(found, reverse=True)}.values())
 
 
 def _parts(path):
     """Yield the texts of the rows of JSON, or blocks of a text, line ends as they are. Raises UserError naming the
     file, and the line of .jsonl, that cannot be read."""
-    kind, where = path.suffix.lower(), path
+    kind, number = path.suffix.lower(), 0
     if kind == ".bin":
         raise UserError(f"{path} is a token file by its name; give --data the folder of *train*.bin and *val*.bin")
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
             blocks = file if kind == ".jsonl" else iter(partial(file.read, -1 if kind in JSON else BLOCK), "")
             for number, block in enumerate(blocks, 1):
-                if number > 1 or kind == ".jsonl":
-                    where = f"{path}, {'line' if kind == '.jsonl' else f'block of {BLOCK:,} characters'} {number}"
-                made = dict(text=block) if kind not in JSON else json.loads(block.rstrip()) if block.strip() else []
-                for row in made if isinstance(made, list) else [made]:
+                rows = dict(text=block) if kind not in JSON else json.loads(block.rstrip()) if block.strip() else []
+                for row in rows if isinstance(rows, list) else [rows]:
                     row["text"].encode()                # fails for bytes that are not UTF-8, and JSON's "\\ud800"
                     yield row["text"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        advice = ("gunzip it first" if kind == ".gz" else "train.py takes a mix with weights, a.txt:0.4,b.jsonl:0.6"
-                  if "," in str(path) and not path.exists() else "give --data a file or folder of text in UTF-8 (iconv "
-                  'converts), or JSON of objects with a "text"')
-        fault = str(error).replace("line 1 column", "column")
-        raise UserError(f"cannot read {where}: {type(error).__name__} {fault}; {advice}") from None
+        where = f"{path}, {'line' if kind == '.jsonl' else 'block'} {number}" if number else path
+        fault = f"{type(error).__name__} {error}".replace("line 1 column", "column")
+        raise UserError(f"cannot read {where}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), JSON of "
+                        'objects with a "text", or a mix with weights, a.txt:0.4,b.jsonl:0.6') from None
 
 
 def _shakespeare():
-    """Return the text. Print a line and return None if there is neither a file nor a network."""
-    if SHAKESPEARE.exists():
-        return SHAKESPEARE.read_bytes().decode()
+    """Download tiny Shakespeare if it is missing, and tell whether it is there. Print a line if not."""
     try:
-        data = urllib.request.urlopen(SHAKESPEARE_URL, timeout=5).read()
-        if hashlib.sha256(data).hexdigest() != SHAKESPEARE_SHA256:          # a login page, half a file
-            raise ValueError("wrong sha256")
-        with suppress(OSError), replacing(SHAKESPEARE) as temporary:        # not kept where the folder is read-only
-            temporary.write_bytes(data)
-        return data.decode()
+        if not SHAKESPEARE.exists():
+            text = urllib.request.urlopen(SHAKESPEARE_URL, timeout=5).read()
+            if hashlib.sha256(text).hexdigest() != SHAKESPEARE_SHA256:      # a login page, half a file
+                raise ValueError("wrong sha256")
+            with replacing(SHAKESPEARE) as temporary:
+                temporary.write_bytes(text)
+        return True
     except (OSError, ValueError) as error:
-        print(f"data: cannot download tiny Shakespeare ({error}); using pydoc, Python's own help text, instead "
-              f"(for Shakespeare, put it at {SHAKESPEARE})", file=sys.stderr)
+        print(f"data: cannot download {SHAKESPEARE} ({error}); using pydoc, Python's help text", file=sys.stderr)
 
 
 # ---- tokenizers
@@ -215,22 +203,20 @@ class Tokenizer:
     """Turn text into ids and back. tokens[id] is the UTF-8 bytes of an id, so one table decodes all kinds: char (the
     sorted characters of a text), byte (all 256), bpe (these, then pairs in order of merging), gpt2 (GPT-2's 50257).
     `end` is the id of END, last in char and bpe if the text has several documents, always in byte and gpt2; else None.
-    Where a text itself says <|endoftext|>, that becomes ordinary tokens.
-    """
+    Where a text itself says <|endoftext|>, that becomes ordinary tokens."""
 
     def __init__(self, kind, tokens):
         self.kind, self.tokens, self.vocab_size = kind, list(tokens), len(tokens)
+        self.state = dict(kind=kind, tokens=self.tokens)      # for checkpoints: Tokenizer(**state) makes it again
         self.end = self.tokens.index(END) if END in self.tokens else None
         if kind == "char":
             self.ids = {BORDER if t == END else str(t, "utf-8"): i for i, t in enumerate(tokens)}
         elif kind != "byte":
-            import tiktoken
             ranks = {t: i for i, t in enumerate(tokens) if t != END}
             self.bpe = tiktoken.Encoding(kind, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text):
-        """Return the int64 ids (T,) of a text. Without END a border becomes a newline. Raises UserError naming the
-        characters that the vocabulary lacks."""
+        """Return the int64 ids (T,) of a text. Raises UserError naming the characters that the vocabulary lacks."""
         text = text.replace(BORDER, "\n") if self.end is None else text
         if self.kind != "char" and BORDER in text:
             return np.concatenate([ids for part in text.split(BORDER) for ids in ([self.end], self.encode(part))][1:])
@@ -239,8 +225,7 @@ class Tokenizer:
         if self.kind in ("bpe", "gpt2"):
             return np.array(self.bpe.encode_ordinary(text), dtype=np.int64)
         if lacking := sorted(set(text) - self.ids.keys()):
-            raise UserError(f"{len(lacking)} characters are not in the vocabulary: {''.join(lacking[:20])!r}; "
-                            "leave them out, or train a new model with --tokenizer byte")
+            raise UserError(f"the vocabulary lacks {len(lacking)} characters, {''.join(lacking[:20])!r}; omit them")
         return np.fromiter(map(self.ids.__getitem__, text), np.int64, len(text))
 
     def decode(self, ids):
@@ -257,10 +242,6 @@ class Tokenizer:
         """Return the mean bytes of ids[1:], the tokens that a model predicts when it reads ids (N,)."""
         lengths = np.array([len(token) * (token != END) for token in self.tokens])
         return sum(lengths[ids[i: i + BLOCK]].sum() for i in range(1, len(ids), BLOCK)) / (len(ids) - 1)
-
-    def state(self):
-        """Return the arguments that make it again, in types that torch.load(weights_only=True) reads."""
-        return {"kind": self.kind, "tokens": self.tokens}
 
 
 def encode_prompt(tokenizer, prompt):
@@ -280,12 +261,11 @@ def make_tokenizer(kind, text, bpe_size=1024):
         return Tokenizer(kind, [character.encode() for character in sorted(set(text) - {BORDER})] + several * [END])
     if kind == "bpe":
         return Tokenizer(kind, train_bpe(split(text)[0], bpe_size - several) + several * [END])
-    import tiktoken
     try:
         bpe = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:              # no network; a wrong hash
         raise UserError(f"cannot download GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a "
-                        "folder where it is cached, or use --tokenizer byte (train.py: bpe)") from None
+                        "folder that has it, or use --tokenizer byte (train.py: bpe)") from None
     return Tokenizer(kind, [bpe.decode_single_token_bytes(i) for i in range(bpe.n_vocab)])
 
 
@@ -293,9 +273,7 @@ def train_bpe(text, size):
     """Return at most `size` tokens of byte-pair encoding (Sennrich et al. 2016), fewer where no pair occurs twice. It
     starts from all bytes. Again and again the two neighbours most frequent inside of GPT-2's words become a token.
     Pairs count by the bytes they make, as tiktoken merges them. Of equal counts the first in byte order wins."""
-    import regex                                        # tiktoken requires it
-    times = Counter(match.group().encode() for document in text.split(BORDER)
-                    for match in regex.finditer(GPT2_PATTERN, document))
+    times = Counter(m.group().encode() for part in text.split(BORDER) for m in regex.finditer(GPT2_PATTERN, part))
     parts = {word: [bytes([b]) for b in word] for word in times}
     tokens, counts, where = list(EVERY_BYTE), Counter(), defaultdict(set)   # of a pair: how often, in which words
 

@@ -8,9 +8,8 @@ An episode is a few batches. The storage phase shows each of them whole, the ret
     storage      to be or not to be , that is the question          23 + 45 = 68 . 90 + 11 = 4 .
     retrieval    to be or not to be , that is the [MASK]            23 + 45 = [MASK] . 90 + 11 = [MASK] .
 
-The model names the masked words. Each counts ten times as much as a next word of the storage phase. The state is
-carried through an episode, and each episode starts anew. Tests use text and sums that training never shows. Each test
-asks twice: with the state of the storage phase, and with a new state. The difference is what the memory carried.
+The model names the masked words. The state is carried through an episode, and each episode starts anew. Tests ask for
+unseen text and sums twice: with the state of the storage phase, and with a new one. The difference is what it carried.
 """
 import re
 import sys
@@ -22,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, curve, exit_code, flag, need, opt, picture, refuse_unused, say
+from common import Parser, UserError, add_flags, curve, exit_code, need, opt, picture, refuse_unused, say
 from data import BORDER, read
 from models import PRESETS, Config, Memory
 
@@ -61,20 +60,17 @@ NO_FLAG = ("size tokenizer bpe_size init grad_accum telemetry wandb tensorboard 
 def settings(given, old=None):
     """Return Settings and models.Config from flags and the checkpoint of --resume. Raise UserError where they clash."""
     task = (old["train"] if old else given).get("task", "episodes")
-    usual = USUAL[task]
-    run = {**old["config"], **old["train"]} if old else {**usual, **PRESETS[given.get("model", usual["model"])]}
+    run = old["config"] | old["train"] if old else USUAL[task] | PRESETS[given.get("model", USUAL[task]["model"])]
     if old and "modulus" not in run:
         raise UserError(f"{old['path']} is no run of episodic.py; give its --out")
     refuse_unused(given, [task], USES)
-    for name in given.keys() - train.FREE - {"plot", "dtype"} if old else ():
-        if given[name] != run.get(name):
-            raise UserError(f"{flag(name)} is {run.get(name)} in {old['path']}, not {given[name]}; drop the flag")
+    if old:
+        train.keep_to(old, given.keys() - train.FREE - {"plot", "dtype"}, given)
     run = {name: a for name, a in run.items() if name not in train.LAUNCH} | given
     tc = Settings(**{f.name: run.pop(f.name) for f in fields(Settings) if f.name in run})
     if not (tc.modulus % 2 and tc.arithmetic <= 1 and 0 < tc.share <= 0.99 and (tc.seq_len > 5 or tc.task == "grok")):
         raise UserError("--modulus is odd, --arithmetic at most 1, --share in (0, 0.99], --seq-len of episodes above 5")
-    if tc.plot:
-        need("matplotlib")
+    need("matplotlib", tc.plot)
     return tc, Config(**run)
 
 
@@ -90,13 +86,11 @@ def sums(p, share, seed):
 
 class Watched(train.Task):
     """Say and draw at the end what was measured, as both tasks do."""
-    program = "episodic.py"
 
     def finish(self, model, run):
-        """Say the last measures, and draw all of them with --plot."""
-        say("done: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a and name != "phase"))
+        say("done: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a))
         if self.tc.plot:
-            lines = {c.replace("_", " "): curve(self.tc.out, c) for c in self.columns if c != "phase"}
+            lines = {c.replace("_", " "): curve(self.tc.out, c) for c in self.columns}
             picture(f"{self.tc.out}/curves.png", lines, "step", "share")
 
 
@@ -202,16 +196,9 @@ def circles(E, top=5):
     return energy.topk(top).values.sum().item(), fit.item()                      # share of the strongest frequencies
 
 
-def phase(fitted, held_out, concentrated):
-    """Name the phase by the accuracies, and by the concentration in multiples of a random one."""
-    if held_out < 0.1 and (fitted < 0.99 or concentrated < 1.1):
-        return "memorisation"
-    return "circuit formation" if held_out < 0.5 else "cleanup" if held_out < 0.9 else "grokked"
-
-
 class Grok(Watched):
     """Add modulo p: a, b, "=" -> a + b."""
-    columns = "fitted held_out concentration random_concentration circular_fit random_fit phase".split()
+    columns = "fitted held_out concentration random_concentration circular_fit random_fit".split()
 
     def __init__(self, tc, device, dtype, old=None):
         super().__init__(tc, device, dtype)
@@ -236,7 +223,6 @@ class Grok(Watched):
         return model(F.pad(pairs, (0, 1), value=self.p))[0][:, -1, :self.p].float()
 
     def loss(self, model, step):
-        """Return the loss of a batch of sums."""
         random, n = torch.Generator().manual_seed(1_000_003 * self.tc.seed + step), self.tc.batch_size
         pairs = self.shown[torch.randint(len(self.shown), (n,), generator=random).to(self.shown.device)]
         self.seen += 3 * n
@@ -244,14 +230,13 @@ class Grok(Watched):
         return F.nll_loss(normal(self.logits(model, pairs), -1), pairs.sum(1) % self.p)
 
     def measure(self, model):
-        """Return accuracies, how circular the embedding and random numbers are, and the phase."""
-        score = lambda pairs: sum((self.logits(model, part).argmax(-1) == part.sum(1) % self.p).sum().item()
-                                  for part in pairs.split(2048)) / len(pairs)
-        E, fitted, held_out = model.embed.weight[:self.p], score(self.shown), score(self.held_out)
+        """Return accuracies, and how circular the embedding and random numbers are."""
+        said = lambda pairs: torch.cat([self.logits(model, part).argmax(-1) for part in pairs.split(2048)])
+        score = lambda pairs: (said(pairs) == pairs.sum(1) % self.p).float().mean().item()
+        E = model.embed.weight[:self.p]
         random = torch.randn(E.shape, generator=torch.Generator().manual_seed(0))
         (share, fit), (share_random, fit_random) = circles(E), circles(random)
-        named = phase(fitted, held_out, share / share_random)
-        return dict(zip(self.columns, (fitted, held_out, share, share_random, fit, fit_random, named)))
+        return dict(zip(self.columns, (score(self.shown), score(self.held_out), share, share_random, fit, fit_random)))
 
 
 def main(argv=None):

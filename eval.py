@@ -29,14 +29,14 @@ from common import Halt, Parser, UserError, add_device, add_flags, at_least, pic
 
 # ---- a checkpoint and its text
 def load(path, device, no_write=False):
-    """Return the dict of a checkpoint, its model in eval mode, its tokenizer. no_write: the memory stays at M0."""
+    """Return the dict of a checkpoint, its model, its tokenizer. no_write: the memory stays at M0."""
     ckpt = train.load_checkpoint(path)
     model, tokenizer = train.rebuild(ckpt)
     if no_write:
         if model.config.attention:
-            raise UserError(f"--no-write: {ckpt['path']} has no memory that writes ({ckpt['preset']}); drop the flag")
+            raise UserError(f"--no-write: {ckpt['path']} ({ckpt['preset']}) has no memory that writes; drop the flag")
         model.config.max_step, model.config.keep = 0.0, False    # the bound of all inner steps; M0 is not forgotten
-    return ckpt, model.to(device).eval(), tokenizer
+    return ckpt, model.to(device), tokenizer
 
 
 @torch.no_grad()
@@ -66,14 +66,13 @@ def text_task(args, device):
         how = val, min(args.length or 4 * T, len(val) - 1), args.batch_size, args.windows
         say(f"{ckpt['path']}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
             f"{ckpt['data']['used']} in windows of {T}")
-        part = "the validation files" if corpus.tokens else "the last tenth"
-        other = "" if corpus.sha256 == ckpt["data"]["sha256"] else "; not the text of the training"
-        say(f"{part} of {corpus.used}, {len(val):,} tokens{other}" + "; the memory writes nothing" * args.no_write)
+        other = "; not the text of the training" * (corpus.sha256 != ckpt["data"]["sha256"])
+        say(f"{len(val):,} validation tokens of {corpus.used}{other}" + "; the memory writes nothing" * args.no_write)
         loss = train.report(model, tokenizer, val, T, args.batch_size, max_tokens=args.report_tokens)
         at, n = position_loss(model, *how)
         say(f"\nby position, mean of {n} windows of {len(at)}; trained on {T}\n  tokens before   nats/token")
         for a, b in buckets(len(at)):
-            say(f"  {a + 1:6d} - {b:6d}   {at[a:b].mean().item():.4f}" + "   longer than in training" * (b > T))
+            say(f"  {a + 1:6d} - {b:6d}   {at[a:b].mean():.4f}" + "   longer than in training" * (b > T))
         if not (math.isfinite(loss) and at.isfinite().all()):
             raise Halt(f"{ckpt['path']}: a loss is not finite; its weights have diverged")
         if args.stream:
@@ -83,8 +82,7 @@ def text_task(args, device):
         lines[name] = curve(at)
         if args.plot and not args.no_write and not model.config.attention:
             lines[f"{name}, cannot write"] = curve(position_loss(load(path, device, no_write=True)[1], *how)[0])
-    if args.plot:
-        picture(args.plot, lines, "tokens before", f"loss [nats/token], mean of {n} windows", log="x", trained=T)
+    picture(args.plot, lines, "tokens before", f"loss [nats/token], mean of {n} windows", log="x", trained=T)
 
 
 # ---- a stream without end
@@ -98,22 +96,15 @@ def resident(device):
         return math.nan
 
 
-def pieces(ids, n, length):
-    """Yield at least n tokens and the one after each, over and over the same ids, in pieces x, y (1, length)."""
-    ids = torch.as_tensor(ids[: n + 1]).long()
-    for t in range(0, n, length):
-        at = torch.arange(t, t + length) % (len(ids) - 1)
-        yield ids[at][None], ids[at + 1][None]
-
-
 @torch.inference_mode()
 def stream(model, ids, n):
-    """Read n tokens through one state. Raises Halt where a loss is not finite or memory grows with the stream."""
+    """Read about n tokens through one state. Raises Halt where a loss is not finite or memory grows with the stream."""
     c, device, state, seen, total, marks = model.config, next(model.parameters()).device, None, 0, 0.0, []
-    # a state's size depends on the place in a chunk, and in a segment of mac: look at it at the end of both
+    piece = -(-1024 // c.period()) * c.period()               # where chunk and segment end, as a state depends on both
+    ids = data.Joined([ids] * (n // len(ids) + piece // len(ids) + 2))[: -(-n // piece) * piece + 1]
     say(f"\na stream of {n:,} tokens\n     tokens  nats/token  tokens/s  resident MiB  state bytes")
     began = time.perf_counter()
-    for x, y in pieces(ids, n, -(-1024 // c.period()) * c.period()):
+    for x, y in data.streams(ids, piece, 1):
         logits, state = model(x.to(device), state)
         total += F.cross_entropy(logits[0].float(), y[0].to(device), reduction="sum").item()
         seen += y.numel()
@@ -142,15 +133,14 @@ def probe_task(args, device):
     ckpt, model, tokenizer = load(args.ckpt[0], device)
     if model.config.attention or model.config.shard:
         raise UserError(f"--task probe: {ckpt['path']} has no memory, or one in shards ({ckpt['preset']})")
-    ids = (tokenizer.encode(args.prompt) if args.prompt
-           else data.read(args.data or ckpt["train"]["data"]).splits(tokenizer, 1)[1])
+    text = args.data or ckpt["train"]["data"]
+    ids = tokenizer.encode(args.prompt) if args.prompt else data.read(text).splits(tokenizer, 1)[1]
     ids = torch.as_tensor(ids[: args.length or ckpt["train"]["seq_len"]]).long()
     found, lines, kept = models.probe(model, ids[None].to(device)), {}, []
     say(f"{ckpt['path']}: {ckpt['preset']}, step {ckpt['step']}, over {len(ids)} tokens: mean +- standard deviation\n"
         f"\n{'layer':>14}" + "".join(f"{i + 1:>18}" for i in range(len(found))))
     for name in found[0]:
-        cells = [(at[name].mean().item(), at[name].std(correction=0).item()) for at in found]
-        say(f"{name:>14}" + "".join(f"{mean:>10.4f} +-{spread:6.3f}" for mean, spread in cells))
+        say(f"{name:>14}" + "".join(f"{at[name].mean():>10.4f} +-{at[name].std(correction=0):6.3f}" for at in found))
     for i, at in enumerate(found):
         kept.append({name: a.mean((0, 1)).tolist() if a.dim() == 3 and name != "attn_gate" else a.mean().item()
                      for name, a in at.items()})
@@ -170,8 +160,7 @@ def show(args, kept, lines, x, y="error |M(k) - v|² / |v|²", log="x"):
     """Keep results with --json and draw lines with --plot."""
     if args.json:
         Path(args.json).write_text(json.dumps(kept, indent=1) + "\n")
-    if args.plot:
-        picture(args.plot, lines, x, y, log=log)
+    picture(args.plot, lines, x, y, log=log)
 
 
 # ---- the rule by itself
@@ -280,15 +269,11 @@ USES = dict(text="ckpt data length batch_size windows stream report_tokens no_wr
 
 
 def parse(argv=None):
-    """Return the flags. Some defaults depend on the task. `config` is a dict of the given fields of models.Config."""
     parser = Parser(prog="eval.py", description=__doc__)
     add = parser.add_argument
-    add("--task", default="text", choices=tuple(TASKS), help="text: losses of checkpoints; probe: one checkpoint at "
-        "work; online, capacity, mixing: the rule by itself [text]")
+    add("--task", default="text", choices=tuple(TASKS), help="what to do, as shown above [text]")
     add("--batch-size", type=at_least(int, 1), default=32, metavar="N", help="sequences at a time [32; text 8]")
-    add("--plot", nargs="?", const="TASK.png", metavar="FILE", help="draw a picture [TASK.png]")
-    add("--json", metavar="FILE", help="probe, online, capacity: keep the results there")
-    add_device(parser)
+    add_device(parser, "TASK.png")
     add = parser.add_argument_group("--task text and probe").add_argument
     add("--ckpt", nargs="+", default=["out"], help="checkpoint files, or folders with best.pt or ckpt.pt [out]")
     add("--data", help="text to read; only its last tenth is used [the training's]")
@@ -296,8 +281,7 @@ def parse(argv=None):
         help="text: longest window of the loss by position [4 x training's]; probe: tokens to read [training's]")
     add("--windows", type=at_least(int, 1), default=32, metavar="N", help="windows of the loss by position [32]")
     add("--stream", type=at_least(int, 0), default=50_000, metavar="N", help="tokens of the stream; 0: none [50000]")
-    add("--report-tokens", type=at_least(int, 0), default=2_000_000, metavar="N",
-        help="tokens that the losses at the top read, twice; 0: all [2000000]")
+    add("--report-tokens", type=at_least(int, 0), default=2_000_000, help="of the losses at the top; 0: all [2000000]")
     add("--prompt", help="the text that --task probe reads [the beginning of the last tenth]")
     add("--no-write", action="store_true", help="the memory cannot write: what does it bring?")
     group = parser.add_argument_group("--task online and capacity", "Of the memory's flags [] tells what atlas has.")

@@ -26,6 +26,8 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
     B batch   H heads   N = B H   T tokens   D head dim   E features, the dim of phi(k)   layout (B, H, T, D)
     c tokens of a chunk (not the paper's c, which is `window`)   n pairs that a chunk learns from
 """
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 
@@ -33,6 +35,12 @@ MEMORIES = ("linear", "mlp", "gated")                   # a new one needs its li
 LOSSES = ("l2", "dot", "huber", "lp")                   # a new one needs its lines in loss and error
 EPS = 1e-6                                              # of the norm inside the memory (choice 11)
 LP = 3                                                  # MIRAS' Moneta: |y - v|_p^p / p with p = 3
+
+
+def without_autocast(x):
+    """Switch autocast off."""
+    there = torch.amp.is_autocast_available(x.device.type)                       # not on the meta device
+    return torch.autocast(x.device.type, enabled=False) if there else nullcontext()
 
 
 def at_least_float32(x):

@@ -25,7 +25,7 @@ import omega
 import poly
 import shards
 from common import UserError, check, opt
-from memory import LOSSES, MEMORIES, at_least_float32, unit
+from memory import LOSSES, MEMORIES, at_least_float32, unit, without_autocast
 from muon import COEFFICIENTS
 from poly import FEATURES, Features, features_dim
 from wiring import (WIRINGS, Attention, AttentionState, Norm, Wiring, WiringState, check_input, check_state, heads,
@@ -182,12 +182,6 @@ class MemoryState(NamedTuple):
     seen: torch.Tensor | None = None      # (B, window - 1) bool: the last pairs that windows look at; None: all
 
 
-def without_autocast(x):
-    """Switch autocast off: fast weights stay float32, because in bfloat16 a keep of 0.999 is 1."""
-    there = torch.amp.is_autocast_available(x.device.type)                       # not on the meta device
-    return torch.autocast(x.device.type, enabled=False) if there else nullcontext()
-
-
 def short_conv(x, taps, same=None):
     """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: x (B, n + T, C), taps (n + 1, C) -> (B, T, C). same (B, T,
     n + 1): whether x_{t-n+j} belongs to the document of x_t."""
@@ -218,6 +212,7 @@ class Memory(nn.Module):
     With Newton-Schulz, `muon_every` tokens share one update; before it, queries read their plain steps (choice 15).
     """
     conv_width = 4
+    autocast_on = ("cuda",)               # devices on which autocast reaches the products of the memory, too
 
     def __init__(self, config, seed=0):
         super().__init__()
@@ -288,7 +283,7 @@ class Memory(nn.Module):
         q, k, v, gates, tail = self.project(x, state, doc, pairs)
         if doc is not None:                                   # shards sum up k k^T
             k, gates = k * (pairs[:, None, -x.shape[1]:, None] >= 0), masked(gates, doc, pairs, reset)
-        with without_autocast(x):
+        with nullcontext() if x.device.type in self.autocast_on else without_autocast(x):
             learn = partial(shards.shards, c.shard) if c.shard else omega.omega
             y, fast = learn(c.rule(), self.phi, q, k, v, gates, state.fast)
         seen = None if doc is None else (pairs == doc[:, -1:])[:, x.shape[1]:]
@@ -412,24 +407,38 @@ class LM(nn.Module):
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
         states, remat = [], self.remat and torch.is_grad_enabled()
-        for block, s in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
+        for block, s in self.with_blocks(state or [None] * len(self.blocks)):
             args = x, s, mask, reset
             x, s = checkpoint(block, *args, use_reentrant=False) if remat else block(*args)
             states.append(s)
         return self.head(self.norm(x)), tuple(states)
 
+    def with_blocks(self, states):
+        """Return pairs of a block and its state. Raises ValueError unless there is a state for each."""
+        if hasattr(states, "_fields"):
+            raise ValueError("a model takes a tuple of the states of its layers, not the state of one")
+        if len(states) != len(self.blocks):
+            raise ValueError(f"the state fits another model: its n_layer is {len(states)}, not {len(self.blocks)}")
+        return zip(self.blocks, states)
+
     def loss(self, tokens, targets, mask=None, reset=None):
-        """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T); targets of -100 do not count.
-        With `polarise` it also holds the attention gates' indecision, times that number."""
+        """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T). Targets of -100, and those of
+        masked tokens, do not count; the last token before padding needs a -100. With `polarise` the loss also holds the
+        attention gates' indecision, times that number. mask and reset: as in `forward`."""
         logits = at_least_float32(self(tokens, None, mask, reset)[0])
+        targets = targets if mask is None else targets.masked_fill(~mask, -100)
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         if self.config.polarise:
-            loss = loss + self.config.polarise * torch.stack([g for b in self.blocks for g in b.layer.undecided]).mean()
+            undecided = torch.stack([torch.cat(block.layer.undecided, 1) for block in self.blocks]).mean(0)     # (B, T)
+            real = torch.ones_like(undecided) if mask is None else mask
+            loss = loss + self.config.polarise * (undecided * real).sum() / real.sum()
         return loss
 
     def compile_memory(self, **options):
-        """Compile the chunk form of the memory, for the whole process, and attention blocks as a whole."""
+        """Compile the memory, SwiGLU and Norm, for the whole process, and attention blocks as a whole."""
         omega.compile_chunks(**options)
+        for owner, name in ((Memory, "project"), (Memory, "finish"), (SwiGLU, "forward"), (Norm, "forward")):
+            omega.compile_function(owner, name, **options)
         for block in self.blocks:
             if isinstance(block.layer, Attention):
                 block.compile(dynamic=False, **options)
@@ -493,6 +502,9 @@ def detach(state):
 def select(state, rows):
     """Return the state of these sequences of the batch (a list or tensor of indices): reordered, repeated, dropped."""
     rows = torch.as_tensor(rows)
+    if rows.dim() != 1 or rows.numel() and rows.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"rows is a list of indices, not {rows.tolist()}")
+    rows = rows.long()                                        # an empty list comes as float32
     return map_state(lambda a: a[rows], state)
 
 
@@ -504,7 +516,7 @@ def pack(state):
 def unpack(model, packed):
     """Return a packed state as one of this LM or layer, on its device. Raises ValueError if it does not fit."""
     if isinstance(model, LM):
-        return tuple(unpack(block.layer, state) for block, state in zip(model.blocks, packed, strict=True))
+        return tuple(unpack(block.layer, state) for block, state in model.with_blocks(packed))
     check_state(model, packed)
     inside, device = getattr(model, "memory", model), next(model.parameters()).device
     M0 = lambda _, names, i: (inside.global_M0 if "whole" in names else inside.M0)[i]

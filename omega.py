@@ -33,6 +33,7 @@ times the keeps since. -U_t is the W_t of the rule without Newton-Schulz, begun 
 
 With forget = "zero" keep decays W, as printed; with "start" it decays W - M0 (choice 21). Symbols: memory.py.
 """
+import sys
 from itertools import repeat
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 import memory
-from memory import at_least_float32
+from memory import at_least_float32, without_autocast
 from muon import newton_schulz, newton_schulz_ref
 from poly import kernel_rows
 
@@ -161,10 +162,13 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 # ---- what depends on the gates alone, for all chunks at once
 def recur(decay, rows):
     """Return y_t = decay_t * y_{t-1} + rows_t, with y_0 = 0, and the last y: decay (.., c), rows and y (.., c, k).
-    On a CPU the loop goes token by token, because the rows stay in its cache. Otherwise, and for few columns, each
+    Many columns take one product, on a CPU a loop over tokens, because the rows stay in its cache. For few columns each
     pass doubles the number of rows that are summed."""
+    if rows.shape[-1] > 4 and (rows.device.type != "cpu" or torch.compiler.is_compiling()):
+        y = decays(decay) @ rows
+        return y, y[..., -1:, :]
     decay, s = decay[..., None], 1
-    if rows.device.type == "cpu" and rows.shape[-1] > 4 and not torch.compiler.is_compiling():
+    if rows.shape[-1] > 4:
         y = [rows[..., :1, :]]
         for factor, row in zip(decay.split(1, -2)[1:], rows.split(1, -2)[1:]):
             y.append(torch.addcmul(row, factor, y[-1]))
@@ -174,6 +178,13 @@ def recur(decay, rows):
         rows = torch.cat([rows[..., :s, :], more], -2)
         decay, s = torch.cat([decay[..., :s, :], decay[..., s:, :] * decay[..., :-s, :]], -2), 2 * s
     return rows, rows[..., -1:, :]
+
+
+def decays(decay):
+    """Return the products decay_{s+1} .. decay_t, (.., c) -> (.., c, c), 1 where s = t and 0 where s > t."""
+    sums = decay.clamp_min(torch.finfo(decay.dtype).tiny).log().cumsum(-1)
+    seen = torch.ones(*sums.shape[-1:] * 2, dtype=torch.bool, device=decay.device).tril()
+    return (sums[..., None] - sums[..., None, :]).where(seen, -torch.inf).exp()
 
 
 def recur_back(decay, rows):
@@ -301,7 +312,10 @@ class Fast(NamedTuple):
 
 def features(rule, phi, q, k):
     """Return phi(q), phi(k), phi(q) phi(k)^T. With muon_every = 1 nothing waits, and None stands for the last."""
-    xq, xk = phi(q), phi(k)
+    device, cast = q.device.type, lambda x: x
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        cast = lambda x: x.to(torch.get_autocast_dtype(device))
+    xq, xk = cast(phi(q)), cast(phi(k))
     return xq, xk, None if rule.muon_every == 1 else phi.inner(q, k, xq, xk)
 
 
@@ -315,7 +329,8 @@ def gradients(rule, chunk, fast):
 
 def write(x, d, rows):
     """Return the sums of rows[r, i] x_i^T d_i over i: x (N, n, in), d (N, n, out), rows (N, r, n) -> r (N, in, out)."""
-    return torch.bmm(x.mT, (rows.mT[..., None] * d[:, :, None]).flatten(2)).chunk(rows.shape[1], -1)
+    made = torch.bmm(x.mT, (rows.mT[..., None] * d[:, :, None]).flatten(2))
+    return made.to(rows.dtype).chunk(rows.shape[1], -1)       # under autocast made is bfloat16
 
 
 def learn(rule, chunk, rows, ends, fast):
@@ -334,6 +349,7 @@ def learn(rule, chunk, rows, ends, fast):
 def muon_learn(rule, chunk, in_U, old_in_U, coef, fast):
     """Learn with Newton-Schulz, from what muon_mixing returns -> last W_t, S_t and U_t; O of each block that ends; x
     and d of each matrix."""
+    keepprod, *C = coef[:, -1:].split(1, -1)
     n, ended, S, found = chunk.v.shape[1], coef.shape[-1] - 1, fast.S, gradients(rule, chunk, fast)
     new = [write(x, d, in_U[..., :n]) for x, d in found]      # of each matrix: each U, last S
     if S:                                                                        # Eq 33
@@ -343,9 +359,9 @@ def muon_learn(rule, chunk, in_U, old_in_U, coef, fast):
         new = [[torch.addcmul(made[0], old_in_U, u), *made[1:]] for made, u in zip(new, fast.U)]
     O = [[] for _ in fast.W]
     if ended:                                                 # the outer gradient goes through it (choice 14)
-        O = newton_schulz([torch.cat(made[:ended]) for made in new], rule.ns_steps, rule.ns_coefficients)       # Eq 40
+        with without_autocast(keepprod):
+            O = newton_schulz([torch.cat(made[:ended]) for made in new], rule.ns_steps, rule.ns_coefficients)   # Eq 40
         O = [o.chunk(ended) for o in O]
-    keepprod, *C = coef[:, -1:].split(1, -1)
     W = [keepprod * w for w in fast.W]
     for j, c in enumerate(C):                                                    # Eq 32
         W = [torch.addcmul(w, c, o[j]) for w, o in zip(W, O)]
@@ -358,7 +374,7 @@ def read(rule, xq, M0, bases, coef, written=None):
         r_t W_t = r_t M0 + sum_j coef[j]_t (r_t bases[j]) + ((P o R X^T) D)_t
 
     bases: for each matrix W_0 and S_0, or W_0, O_1, O_2, .., U_0 and S_0, (K, in, out) each. coef: (K, c, 1) each.
-    written: P (K, c, n), P o phi(q) phi(k)^T, and of each matrix x (None where phi(k) enters) and d; or None.
+    written: P (K, c, n), phi(q) phi(k)^T, and of each matrix x (None where phi(k) enters) and d; or None.
     """
     def of_matrix(i, rows):
         """Return what rows (K, c, in) read of the i-th matrix."""
@@ -372,8 +388,8 @@ def read(rule, xq, M0, bases, coef, written=None):
         for c, r in zip(coef, reads):
             y = torch.addcmul(y, c, r) if M0 or c is not coef[0] else c * r
         if written:
-            P, scores, (x, d) = *written[:2], written[2][i]
-            y = torch.baddbmm(y, scores if x is None else P * torch.bmm(rows, x.mT), d)          # Eq 16
+            P, qk, (x, d) = *written[:2], written[2][i]
+            y = torch.baddbmm(y, P * (qk if x is None else torch.bmm(rows, x.mT)), d)            # Eq 16
         return y
     return memory.through(rule.memory, xq, of_matrix)
 
@@ -409,14 +425,15 @@ def plain_run(rule, chunks, gates, fast):
         W, S, found = learn(rule, chunk, *last, fast)
         fast = fast._replace(W=W, S=S)
         learned.append(entering(rule, found))
-    written = flat(P), flat(P * chunks.qk), by_matrix(learned)
+    written = flat(P), flat(chunks.qk), by_matrix(learned)
     return (by_matrix(bases), [flat(a) for a in coef], written), fast
 
 
 def muon_run(rule, chunks, gates, fast, begun, closes):
     """Learn with Newton-Schulz; results as in plain_run, begun and closes as in muon_mixing (begun > 0: one chunk)."""
     bases, learned, written, m = [], [], None, rule.muon_every
-    in_U, old_in_U, coef, due = muon_mixing(gates, m, begun, closes, fast.due)
+    with without_autocast(gates.keep):
+        in_U, old_in_U, coef, due = muon_mixing(gates, m, begun, closes, fast.due)
     parts = in_U.unbind(1), old_in_U.unbind(1), coef.unbind(1)
     for chunk, reset, *made in zip(chunks.each(), first_tokens(gates.reset), *parts):
         fast = fast.renew(reset)
@@ -429,7 +446,7 @@ def muon_run(rule, chunks, gates, fast, begun, closes):
     if m > 1:
         P, (old, *more) = pending(gates, m, begun, closes)
         coef += [flat(a) for a in (*([old] if begun else []), *more)]
-        written = flat(P), flat(P * chunks.qk), by_matrix(learned)
+        written = flat(P), flat(chunks.qk), by_matrix(learned)
     if closes or not (begun + gates.keep.shape[-1]) % m:      # the next block begins from 0
         U, due = [torch.zeros_like(u) for u in U], torch.zeros_like(due)
     return (by_matrix(bases), coef, written), fast._replace(U=U, due=due)
@@ -438,19 +455,26 @@ def muon_run(rule, chunks, gates, fast, begun, closes):
 def compile_chunks(**options):
     """Compile the functions of the chunk form by torch.compile, for this process. The rest stays eager."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # shapes, rules, parts
-    for f in (features, mixing, muon_mixing, pending, learn, muon_learn, read):
-        if not hasattr(f, "_torchdynamo_orig_callable"):
-            globals()[f.__name__] = torch.compile(f, dynamic=False, **options)
+    torch._functorch.config.backward_pass_autocast = "off"    # backward takes the types that forward took
+    torch._functorch.config.activation_memory_budget = 0.0    # and computes again what forward would have kept
+    for name in ("features", "mixing", "muon_mixing", "pending", "learn", "muon_learn", "read"):
+        compile_function(sys.modules[__name__], name, **options)
+
+
+def compile_function(owner, name, **options):
+    """Compile a function of a module or class, unless it is compiled."""
+    if not hasattr(f := getattr(owner, name), "_torchdynamo_orig_callable"):
+        setattr(owner, name, torch.compile(f, dynamic=False, **options))
 
 
 # ---- from tokens to chunks and back
-AT_ONCE = 12_000_000  # numbers of phi(q) in one call of `advance`; it bounds the memory that a long text takes
+AT_ONCE = 12_000_000, 4_000_000_000   # numbers of phi(q) in a call of `advance`, on a CPU (its cache) and on a GPU
 
 
 def omega(rule, phi, q, k, v, gates, state):
     """Run the rule chunk by chunk (Eq 16, 39, 40). Arguments and results as in `omega_ref`; it knows `exp`, too."""
     E = phi.out_dim if phi.kind != "exp" else phi.dim + state.keys.shape[2] + q.shape[2]
-    at_once = max(1, AT_ONCE // max(1, q.shape[:2].numel() * E * rule.chunk))
+    at_once = max(1, AT_ONCE[q.device.type == "cuda"] // max(1, q.shape[:2].numel() * E * rule.chunk))
     pieces, ys = cuts(q.shape[2], state.pos, rule.chunk, at_once), []
     parts = (repeat(None) if a is None else a.split([c * n for c, n in pieces], 2) for a in (q, k, v, *gates))
     for (_, count), q, k, v, *gates in zip(pieces, *parts):

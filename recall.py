@@ -32,10 +32,8 @@ def distinct(batch, n, below, generator):
 
 
 def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
-    """Draw multi-query associative recall: key-value pairs, then some of the keys, which ask for their values.
-
-    After Arora et al. 2023 (Zoology, arXiv 2312.04927), as https://github.com/HazyResearch/zoology draws it.
-
+    """Draw multi-query associative recall: key-value pairs, then some of the keys, which ask for their values (Arora et
+    al. 2023, arXiv 2312.04927), as https://github.com/HazyResearch/zoology draws it.
     mqar(1, n_pairs=3, n_queries=2, vocab=12, seq_len=14, generator=torch.Generator().manual_seed(7)):
 
                  key  val  key  val  key  val query                               query
@@ -44,11 +42,9 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
 
     -> tokens, targets (batch, seq_len) int64 on the CPU. Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1,
     each at most once in a row. 0 fills the rest. Targets are -100 where no answer is asked. Queries stand 2g places
-    behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler).
-    """
+    behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler)."""
     if not (1 <= n_queries <= n_pairs <= vocab // 2 - 1 and 2 * (n_pairs + n_queries) <= seq_len):
-        raise UserError("mqar needs 1 <= n_queries <= n_pairs <= vocab/2 - 1 and 2 (n_pairs + n_queries) <= seq_len, "
-                        f"not {n_pairs=}, {n_queries=}, {vocab=}, {seq_len=}")
+        raise UserError(f"mqar: {n_pairs=} and {n_queries=} do not fit into {vocab=}, {seq_len=}; give more of these")
     keys = 1 + distinct(batch, n_pairs, vocab // 2 - 1, generator)
     values = vocab // 2 + distinct(batch, n_pairs, vocab - vocab // 2, generator)
     asked = distinct(batch, n_queries, n_pairs, generator)
@@ -62,10 +58,9 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
 
 
 def needle(batch, n_pairs, seq_len, generator, symbols=16):
-    """Draw key-value pairs hidden anywhere in noise; at the end each key asks for its value, in random order.
-
-    Token 0 stands behind a key that asks. Then come `symbols` tokens each for noise, keys (at most once a row) and
-    values. needle(1, 2, 12, g, symbols=3), where g is torch.Generator().manual_seed(10521) here and below:
+    """Draw key-value pairs hidden anywhere in noise; at the end each key asks for its value, in random order. Token 0
+    stands behind a key that asks. Then come `symbols` tokens each for noise, keys (at most once a row) and values.
+    needle(1, 2, 12, g, symbols=3), where g is torch.Generator().manual_seed(10521) here and below:
 
         tokens     1    1    6    7    1    1    4    9    4    0    6    0
         targets -100 -100 -100 -100 -100 -100 -100 -100    9 -100    7 -100
@@ -85,9 +80,8 @@ def needle(batch, n_pairs, seq_len, generator, symbols=16):
 # ---- the tasks of MAD (Poli et al. 2024, arXiv 2403.17844, https://github.com/athms/mad-lab), written anew. Here every
 # batch is new and only the answers are trained; MAD has fixed training sets, and its recalls train on every next token
 def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
-    """Draw in-context recall: n_keys key-value pairs repeat, and each value is asked for from its second time on.
-
-    A share `noise` of the pairs is noise. In fuzzy recall a key has `motif` tokens (in MAD's training also fewer) and a
+    """Draw in-context recall: n_keys key-value pairs repeat, and each value is asked for from its second time on. A
+    share `noise` of the pairs is noise. In fuzzy recall a key has `motif` tokens (in MAD's training also fewer) and a
     value 1 to `motif`. `symbols` tokens each are for keys and values, then twice as many for noise.
     recall(1, 2, 16, g, symbols=3, motif=2, noise=0.2):
 
@@ -109,10 +103,9 @@ def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
 
 
 def compression(batch, n_tokens, generator, symbols=15):
-    """Draw random tokens, a token "compress", then a token for each place that asks what stood there.
-
-    In MAD an MLP answers from the output at "compress" alone. Here a model may look further back, so only a model with
-    a fixed state has to compress. compression(1, 4, g, symbols=5):
+    """Draw random tokens, a token "compress", then a token for each place that asks what stood there. In MAD an MLP
+    answers from the output at "compress" alone. Here a model may look further back, so only a model with a fixed state
+    has to compress. compression(1, 4, g, symbols=5):
 
         tokens     1    0    4    3    5    6    7    8    9
         targets -100 -100 -100 -100 -100    1    0    4    3
@@ -123,10 +116,9 @@ def compression(batch, n_tokens, generator, symbols=15):
 
 
 def memorization(batch, seq_len, generator, symbols=127, seed=0):
-    """Draw keys, each with a token "insert" that asks for its value.
-
-    No value is ever shown: `seed` fixes the values for all rows and batches, so a model must learn them in training.
-    Tokens: `symbols` each of keys and values, then "insert". memorization(1, 8, g, symbols=4):
+    """Draw keys, each with a token "insert" that asks for its value. No value is ever shown: `seed` fixes them for all
+    rows and batches, so a model must learn them in training. Tokens: `symbols` each of keys and values, then "insert".
+    memorization(1, 8, g, symbols=4):
 
         tokens     3    8    0    8    3    8    1    8
         targets -100    6 -100    4 -100    6 -100    5
@@ -139,7 +131,6 @@ def memorization(batch, seq_len, generator, symbols=127, seed=0):
 
 def selective_copying(batch, n_tokens, seq_len, generator, symbols=14):
     """Draw tokens anywhere among blanks, a token "copy", then as many blanks, each asking for the next of the tokens.
-
     selective_copying(1, 3, 10, g, symbols=4), where 4 is the blank and 5 is "copy":
 
         tokens     4    3    0    3    4    4    5    4    4    4
@@ -170,20 +161,6 @@ SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8, chunk=16, muon_every=8)
 LENGTHS = (32, 64, 128)                         # of the needle in training, in turn
 
 
-class Recall(train.Task):
-    """Train on sequences with questions in them: draw(number, generator) -> tokens, targets."""
-
-    def __init__(self, tc, device, draw):
-        super().__init__(tc, device)
-        self.draw = draw
-
-    def loss(self, model, number):
-        """Return the loss of the answers."""
-        x, y = (a.to(self.device) for a in self.draw(number, randomness(self.tc.seed, number)))
-        self.seen += x.numel()
-        return model.loss(x, y)
-
-
 def randomness(seed, number, test=False):
     """Return the generator of a batch. Training and test share none."""
     return torch.Generator().manual_seed(2 * (1_000_003 * seed + number) + test)
@@ -192,13 +169,11 @@ def randomness(seed, number, test=False):
 def variant(name, args, **more):
     """Read a model as --model takes it, as atlas,memory=mlp,steps=900 -> models.Config, its training steps, its lr."""
     preset, *changes = name.split(",")
-    boolean = {"True": True, "False": False}.__getitem__
-    kinds = {f.name: boolean if f.type is bool else f.type for f in fields(models.Config)
-             if f.name not in train.NO_FLAG} | dict(steps=int, lr=float)
-    given = dict(steps=args.steps, lr=args.lr)
+    given, kinds = dict(steps=args.steps, lr=args.lr), dict(steps=int, lr=float)
+    kinds.update((f.name, f.type) for f in fields(models.Config) if f.name not in train.NO_FLAG)
     for key, _, value in (change.partition("=") for change in changes):
         try:
-            given[key] = kinds[key](value)
+            given[key] = {"True": True, "False": False}[value] if kinds[key] is bool else kinds[key](value)
         except (KeyError, ValueError):
             raise UserError(f"--model {name}: cannot set {key}={value}; give field=value, as muon=False") from None
     steps, lr = given.pop("steps"), given.pop("lr")
@@ -214,7 +189,8 @@ def trained(name, seed, args, device, vocab, draw, title):
     say(f"\n{title}, {name}: {model.num_params():,} parameters, seed {seed}, {steps} steps")
     tc = train.TrainConfig(out="", seed=seed, optimizer="muon", steps=steps, warmup=steps // 10, lr=lr,
                            eval_every=steps, log_every=max(1, steps // 5))
-    task = Recall(tc, device, draw)
+    task = train.Task(tc, device)
+    task.draw = lambda number, _: draw(number, randomness(seed, number))
     if stopped := train.train(model, task.optimizers(model), dict(step=0, best=math.inf, seconds=0.0), task):
         raise KeyboardInterrupt(stopped)
     return model.eval()
@@ -269,8 +245,7 @@ def campaign(args, trial, columns, chance="", x="", **how):
         cells = [f"{mean:.3f}" + f" +- {b:.3f}" * (len(args.seeds) > 1) for mean, b in zip(means, spreads)]
         seconds = sum(done[name, seed]["seconds"] for seed in args.seeds)
         say(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells) + f"{seconds:10d}")
-    if args.plot:
-        picture(args.plot, lines, x, "right answers", **how)
+    picture(args.plot, lines, x, "right answers", **how)
     return found
 
 
@@ -330,14 +305,12 @@ def ablation_task(args, device):
 
 
 TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
-BY_TASK = dict(needle=dict(steps=1200), mad=dict(steps=600),                     # defaults that differ from the flags'
-               ablation=dict(batch_size=16, seq_len=128, steps=600))
+BY_TASK = dict(needle=dict(steps=1200), mad=dict(steps=600), ablation=dict(batch_size=16, seq_len=128, steps=600))
 USES = dict(needle="model lengths plot", mqar="model pairs vocab seq_len plot", mad="model", ablation="seq_len")
 SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab"      # of a result
 
 
 def parse(argv=None):
-    """Return the flags. Some defaults depend on the task. `config` is a dict of the given fields of models.Config."""
     parser = Parser(prog="recall.py", description=__doc__, usage="python recall.py TASK [flags]")
     add = parser.add_argument
     add("task", choices=tuple(TASKS), metavar="TASK", help="needle, mqar, mad or ablation")
@@ -351,9 +324,7 @@ def parse(argv=None):
     add("--pairs", type=at_least(int, 1), nargs="+", default=[4], metavar="N", help="mqar: numbers of pairs [4]")
     add("--vocab", type=at_least(int, 4), default=16, metavar="N", help="mqar: vocabulary; half of it are values [16]")
     add("--seq-len", type=at_least(int, 1), default=24, metavar="N", help="mqar, ablation: tokens of a text [24; 128]")
-    add("--plot", nargs="?", const="TASK.png", metavar="FILE", help="needle, mqar: draw a picture [TASK.png]")
-    add("--json", metavar="FILE", help="save results there; a rerun resumes")
-    add_device(parser)
+    add_device(parser, "TASK.png")
     network = parser.add_argument_group("the network", "In [] is what atlas has here.")
     add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
     return task_flags(parser, argv, BY_TASK, USES, models.Config)

@@ -6,8 +6,7 @@
     python sample.py --prompt - --tokens 0 --save-state read.pt < book.txt      a book is read once; and then
     python sample.py --load-state read.pt --prompt "After that"                 each text begins where it ended
 
-A state has a constant size (except with full attention or exp features), so a new token costs the same after a long
-text. The texts go to stdout as they are generated, with a line of dashes between two, and all else goes to stderr.
+The texts go to stdout as they are generated, with a line of dashes between two, and all else goes to stderr.
 """
 import sys
 from pathlib import Path
@@ -18,35 +17,6 @@ import models
 from common import Parser, UserError, add_device, at_least, exit_code, setup
 from data import encode_prompt
 from train import continue_text, load_checkpoint, rebuild, save_file
-
-
-def parse(argv=None):
-    """Return the flags."""
-    parser = Parser(prog="sample.py", description=__doc__)
-    add = parser.add_argument
-    add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
-    add("--prompt", default="", help="text to go on from; - reads stdin; empty starts from a newline")
-    add("--tokens", type=at_least(int, 0), default=500, metavar="N", help="tokens to write [500]")
-    add("--temperature", type=at_least(float, 0), default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
-    add("--top-k", type=at_least(int, 0), default=0, metavar="N", help="draw from the N likeliest tokens; 0: all [0]")
-    add("--top-p", type=at_least(float, 1e-9, 1), default=1.0, metavar="X",
-        help="draw from the fewest tokens of total probability X [1.0]")
-    add("--stop", default="", metavar="TEXT", help="end before this text appears")
-    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
-    add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
-    add("--save-state", metavar="FILE", help="keep what the memory has learned from prompt and text")
-    add("--load-state", metavar="FILE", help="go on from there, with the prompt or without")
-    add_device(parser)
-    return parser.parse_args(argv)
-
-
-def read_prompt(prompt):
-    """Return the prompt itself, or what stdin holds for -. Raises UserError where that is not UTF-8."""
-    raw = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
-    try:
-        return raw.decode("utf-8-sig")                        # line ends as they are
-    except UnicodeDecodeError as fault:
-        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first") from None
 
 
 def until(stop, pieces):
@@ -68,33 +38,34 @@ def load_state(path, origin, model):
     try:
         made_by, packed, ids = torch.load(path, map_location="cpu", weights_only=True)
         if made_by != origin:
-            raise ValueError
+            raise ValueError("of another checkpoint")
         return models.unpack(model, packed), ids
     except Exception as fault:                                # its type depends on what the file is
-        raise UserError(f"cannot read on from {path} ({type(fault).__name__}): missing, damaged, or not made by "
-                        "--save-state with this --ckpt") from None
+        raise UserError(f"cannot read on from {path} ({fault!r:.99}); give a --save-state of this --ckpt") from None
 
 
 def speak(args):
     """Print the prompt and what the model writes after it."""
     if args.save_state and (args.num > 1 or args.stop):
         raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
-    prompt, device = read_prompt(args.prompt), setup(args.device, args.threads)
-    ckpt = load_checkpoint(args.ckpt)
+    raw = sys.stdin.buffer.read() if args.prompt == "-" else args.prompt.encode(errors="surrogateescape")
+    try:
+        prompt = raw.decode("utf-8-sig")                      # line ends as they are
+    except UnicodeDecodeError as fault:
+        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first") from None
+    device, ckpt = setup(args.device, args.threads), load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
+    model.to(device)
     origin = [ckpt["config"], ckpt["step"], ckpt["seconds"]]  # no other training took exactly as long
-    state, ids = load_state(args.load_state, origin, model.to(device)) if args.load_state else (None, [])
+    state, ids = load_state(args.load_state, origin, model) if args.load_state else (None, [])
     ids = [*ids, *map(int, encode_prompt(tokenizer, prompt) if prompt or not ids else ())]
     print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, state=state,
                generator=torch.Generator(device).manual_seed(args.seed))
-    read, end = ids[:-1] if args.save_state and not args.tokens and ids[1:] else ids, []
-
-    def write():
-        end[:] = yield from continue_text(model.to(device), tokenizer, read, args.tokens, **how)
+    read, end = ids if args.tokens else ids[:-1] or ids, []   # the next text begins with what this one leaves unread
     for i in range(args.num):
         print("---------------\n" * (i > 0) + prompt, end="", flush=True)
-        for piece in until(args.stop, write()):
+        for piece in until(args.stop, continue_text(model, tokenizer, read, args.tokens, end, **how)):
             print(piece, end="", flush=True)
         print(flush=True)
     if args.save_state:
@@ -103,7 +74,21 @@ def speak(args):
 
 
 def main(argv=None):
-    return exit_code(lambda: speak(parse(argv)))
+    parser = Parser(prog="sample.py", description=__doc__)
+    add = parser.add_argument
+    add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
+    add("--prompt", default="", help="text to go on from; - reads stdin; empty starts from a newline")
+    add("--tokens", type=at_least(int, 0), default=500, metavar="N", help="tokens to write [500]")
+    add("--temperature", type=at_least(float, 0), default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
+    add("--top-k", type=at_least(int, 0), default=0, metavar="N", help="draw from the N likeliest tokens; 0: all [0]")
+    add("--top-p", type=at_least(float, 1e-9, 1), default=1.0, help="draw from the fewest tokens of this mass [1.0]")
+    add("--stop", default="", metavar="TEXT", help="end before this text appears")
+    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
+    add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
+    add("--save-state", metavar="FILE", help="keep what the memory has learned from prompt and text")
+    add("--load-state", metavar="FILE", help="go on from there, with the prompt or without")
+    add_device(parser)
+    return exit_code(lambda: speak(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

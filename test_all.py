@@ -1,7 +1,7 @@
 """test_all.py - all tests: no network, no GPU, no files but what is here.
 
     pytest test_all.py                    a minute and a half on two cores; GPU tests skip themselves
-    python test_all.py --mutants          breaks the mathematics in 45 ways; a test must notice each
+    python test_all.py --mutants          breaks the mathematics in 52 ways; a test must notice each
 
 In the order of the modules. A docstring says which mistake a test catches.
 """
@@ -366,7 +366,7 @@ def test_omega_is_omega_ref(case, monkeypatch):
         mixed = [omega.omega, omega_ref, omega.omega][:min(3, T)]
         close(play(mixed, rule, phi, x, (T // 2, T - 2)[:T - 1]), want[:2])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)            # recurrences by doubling
-    monkeypatch.setattr(omega, "AT_ONCE", 1)                                     # chunk after chunk
+    monkeypatch.setattr(omega, "AT_ONCE", (1, 1))                                    # chunk after chunk
     close(results(omega.omega), want)
     assert all(map(torch.equal, leaves, before))
     if rule.ball:                                             # it was at work
@@ -555,9 +555,13 @@ def test_torch_func(preset):
 
 @pytest.fixture
 def eager_again(monkeypatch):
-    """Functions that a test compiles are the plain ones after it."""
-    for name, f in list(vars(omega).items()):
-        monkeypatch.setattr(omega, name, f)
+    """What is compiled for the whole process is compiled for one test."""
+    for owner, names in [(omega, [name for name, f in vars(omega).items() if isinstance(f, types.FunctionType)]),
+                         (models.Memory, ["project", "finish"]), (models.SwiGLU, ["forward"]), (models.Norm, ["forward"])]:
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+    yield
+    torch._dynamo.reset()
 
 
 def loss_and_gradient(model, x):
@@ -565,14 +569,14 @@ def loss_and_gradient(model, x):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-@pytest.mark.parametrize("preset", ["omeganet", "atlas"])
+@pytest.mark.parametrize("preset", models.PRESETS)
 def test_chunks_compile_whole(preset, eager_again):
     """Catches: a graph break in what runs on every chunk, a compiled function that is never called, other numbers."""
     model, x, graphs = shaken(small(preset)), tokens(2, 5), []
     eager = loss_and_gradient(model, x)
     model.compile_memory(fullgraph=True, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
     close(loss_and_gradient(model, x), eager)
-    assert len(graphs) > 2                                    # mixing, learn, read
+    assert len(graphs) > 2 * (not model.config.attention)     # mixing, learn, read
 
 
 # ---- models.py
@@ -641,6 +645,25 @@ def test_reading(preset, more):
         stores = {a.untyped_storage().data_ptr(): a.untyped_storage().nbytes() for a in tensors(state)}
         return models.state_bytes(state), sum(stores.values())
     assert (held(12) != held(24)) == models.holds_all(model.config)
+
+
+@pytest.mark.parametrize("preset", models.PRESETS)
+def test_memory_in_bfloat16(preset, monkeypatch):
+    """As on CUDA under autocast: gradients of all parameters within 8 % of float32's. Catches: gates or Newton-Schulz in
+    bfloat16, fast weights that are rounded where a chunk ends."""
+    model, x = small(preset, n_embd=64, n_head=2, head_dim=32, chunk=16, muon_every=16), tokens(4, 65)
+    for p in model.parameters():
+        p.data += 0.02 * torch.randn_like(p)
+
+    def gradients(devices, enabled):
+        monkeypatch.setattr(models.Memory, "autocast_on", devices)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = model.loss(x[:, :-1], x[:, 1:])
+        return torch.autograd.grad(loss, list(model.parameters()))
+    exact, inside, outside = gradients((), False), gradients(("cpu",), True), gradients((), True)
+    for a, b in zip(exact, inside):
+        assert (a - b).norm() < 0.08 * a.norm()
+    assert model.config.attention or not all(map(torch.equal, inside, outside))
 
 
 def memory_of(state):
@@ -881,10 +904,12 @@ def test_bad_arguments():
     model, x, hidden = small("omeganet"), tokens(2, 6), torch.randn(2, 6, 16)
     state, layer, first = model(x)[1], model.blocks[0].layer, lambda *args, **how: next(model.generate(*args, **how))
     for word, f, *args in (
-        ("of its own, not a tuple", layer, hidden, state), ("not a str", models.unpack, model, {"step": 1}),
+        ("of its own, not a tuple", layer, hidden, state), ("states of its layers", model, tokens(2, 3), state[0]),
+            ("indices", models.select, state, 0), ("indices", models.select, state, [0.5]),
+            ("packed", model, tokens(2, 3), models.pack(state)), ("not a str", models.unpack, model, {"step": 1}),
         (r"\(B, T >= 1", first, x[0], 3), (r"\(B, T >= 1", first, x[:, :0], 3), (r"\(B, T >= 1", model, x[0]),
         ("at least 0", first, x, 3, -1.0), ("at least 0", first, x, 3, 1.0, -1), ("target", model.loss, x, x[:, 1:]),
-        ("longer", model, x, state * 2), (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]),
+        ("n_layer is 2", model, x, state * 2), (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]),
     ):
         with pytest.raises(ValueError, match=word):
             f(*args)
@@ -1249,7 +1274,7 @@ def test_hidden_names_are_not_read(tmp_path, capsys):
         (path := tmp_path / ".in" / name).parent.mkdir(parents=True, exist_ok=True)     # but a folder that is named is
         path.write_bytes(body)
     assert data.read(tmp_path / ".in").text.split(data.BORDER) == ["A\r\nZ", "B", "C"]
-    assert "6 characters, 3 documents, from 3 of 3 files" in capsys.readouterr().err
+    assert "6 characters, 3 documents, 3 files" in capsys.readouterr().err
 
 
 def test_json_and_mixes(tmp_path, monkeypatch):
@@ -1287,7 +1312,7 @@ def test_links_and_kinds_of_files(tmp_path):
     ("t.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: JSONDecodeError .*: column 13"),
     ("t.JSONL", b'{"text": "a"}\n{"txt": "b"}', "JSONL, line 2: KeyError 'text'"),
     ("t.json", b'{"text": 1}', "AttributeError"), ("t.jsonl", b'{"text": "\xe9"}', "line 1: .*position 0.*iconv"),
-    ("t.jsonl", rb'{"text": "a\ud800"}', "line 1: .*surrogates not"), ("a/t.txt", b"abcdef\xe9", "t.txt, block of 4"),
+    ("t.jsonl", rb'{"text": "a\ud800"}', "line 1: .*surrogates not"), ("a/t.txt", b"abcdef\xe9", "t.txt, block 2"),
     ("t.txt.gz", b"\x1f\x8b\x08", "gunzip"), ("a/t.gz", b"", "no text in a; .*gunzip"),
     ("a/train.bin", b"ab", "no text"), ("train.bin", b"T\0o\0", "folder of"),
     ("x", b"", "a.txt,x: .*no such file.*with weights, a.txt:0.4")], ids=lambda part: None)
@@ -1329,9 +1354,9 @@ def test_tokenizer_round_trip(monkeypatch, gpt2, kind, size):
     t = data.make_tokenizer(kind, TEXT)
     ids = t.encode(TEXT)
     monkeypatch.setattr(tiktoken, "get_encoding", None)
-    torch.save(t.state(), file := io.BytesIO())
+    torch.save(t.state, file := io.BytesIO())
     again = data.Tokenizer(**torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-    assert again.vocab_size == size and again.state() == t.state() and np.array_equal(again.encode(TEXT), ids)
+    assert again.vocab_size == size and again.state == t.state and np.array_equal(again.encode(TEXT), ids)
     assert t.decode(torch.tensor(ids)) == again.decode(ids.tolist()) == TEXT and t.decode([]) == ""
     assert t.bytes_a_token(ids) * (len(ids) - 1) == pytest.approx(len(TEXT.encode()) - len(t.decode(ids[:1])))
     feed = t.stream()
@@ -1702,7 +1727,7 @@ MISTAKES = [                                                  # program, flags, 
     (train, "--data words --seq-len 400", "short"), (train, "--muon False", "False"),
     (train, f"--seed {2**64 - 1}", "--seed"), (episodic, f"--grok --seed {2**64 - 1}", "--seed"),
     (train, f"--threads {2**64}", "--threads"), (train, "--beta2 1", "--beta2"), (episodic, "--beta2 1", "--beta2"),
-    (train, "--out words", "--out words"), (episodic, "--grok --out words/x", "--out words/x"),
+    (train, "--data words --out words", "--out words"), (episodic, "--grok --out words/x", "--out words/x"),
     (sample, "--ckpt run --prompt \udcff", "UTF-8"), (sample, "--save-state x --num 2", "--num"),
     (sample, "--ckpt run --load-state words", "words"),
     (sample, "--top-p 1.1", "--top-p"), (sample, "--ckpt gone", "gone"), (sample, "--prompt -", "UTF-8"),
@@ -1782,7 +1807,8 @@ def test_one_folder_one_run(copy, text, capsys, monkeypatch):
     a mistake not leave a folder behind, and a disk without locks not prevent a run."""
     before = contents(copy)
     with common.locked(copy):
-        for main, argv in ((train.main, ["--resume"]), (train.main, [*NET, *RUN, "--data", text]), (episodic.main, [])):
+        for main, *argv in ((train.main, "--resume", "--steps", 20), (train.main, *NET, *RUN, "--data", text),
+                            (episodic.main, "--grok", "--device", "cpu")):
             assert f"process {os.getpid()} " in refused(capsys, main, *argv, "--out", copy)
         monkeypatch.setattr(train, "RANK", 1)                 # only process 0 of torchrun writes
         monkeypatch.setattr(train, "PROCESSES", 2)
@@ -1805,7 +1831,7 @@ def test_the_report_is_bounded_and_shows_progress(text, trained, tmp_path, capsy
     """The report of a large split took hours without a word. What is left out must be said."""
     assert go(text, tmp_path, "--steps", 1, "--report-tokens", 100) == 0
     said = capsys.readouterr().out
-    assert said.count("  100 of 300 tokens  ") == 2 and said.count("first 100 tokens") == 2 and "whole" not in said
+    assert said.count("  100 of 300 tokens  ") == 2
     model, tokenizer = train.rebuild(train.load_checkpoint(trained))
     ids = tokenizer.encode(text.read_text())[2700:]
     loss = train.report(model, tokenizer, ids, 16, 2, max_tokens=100)
@@ -1818,7 +1844,7 @@ def test_the_report_is_bounded_and_shows_progress(text, trained, tmp_path, capsy
 def test_a_resumed_run_may_lower_its_rates(copy, capsys):
     """`lower --lr`, says a run that stops, and --resume --lr was refused."""
     again = "--resume", "--out", copy, "--device", "cpu", "--steps", 12
-    assert "can lower it" in refused(capsys, train.main, *again, "--lr", 0.5)
+    assert "--lr is" in refused(capsys, train.main, *again, "--lr", 0.5)
     assert train.main(list(map(str, (*again, "--lr", 1e-3)))) == 0
     assert "--lr is 0.001 from here on, " in capsys.readouterr().out
     ckpt = saved(copy)
@@ -1836,7 +1862,7 @@ def test_telemetry_floor_and_loggers(text, tmp_path, monkeypatch, capsys):
     writer = types.SimpleNamespace(add_scalar=lambda *row: told.append(row), flush=lambda: None)
     board = types.SimpleNamespace(SummaryWriter=lambda folder, purge_step: writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    monkeypatch.setattr(train, "need", lambda package: None)
+    monkeypatch.setattr(train, "need", lambda *_: None)
     floor = lambda model: [m.floor for m in model.modules() if isinstance(m, wiring.Wiring)]
     for name in "train_step", "validate":
         real = getattr(train, name)
@@ -1870,7 +1896,7 @@ def test_telemetry_floor_and_loggers(text, tmp_path, monkeypatch, capsys):
 def test_loggers_go_on_where_a_run_stopped(text, tmp_path, monkeypatch):
     """A killed and resumed run is one curve and one run of wandb; a new run is another. log.csv keeps its columns."""
     told, real = [], train.train_step
-    monkeypatch.setattr(train, "need", lambda package: None)
+    monkeypatch.setattr(train, "need", lambda *_: None)
     init = lambda **how: told.append((how["id"], how["resume"])) or types.SimpleNamespace(id=how["id"] or "w1")
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, log=lambda row, step: None))
 
@@ -2046,8 +2072,9 @@ def step_of(clip=0.0, **shape):
     """One outer step of a small model, with plain SGD -> loss, norm, the parameters after it."""
     torch.manual_seed(0)
     model = models.build("atlas", vocab_size=20, n_layer=2, n_embd=16, n_head=2, head_dim=8, chunk=8, muon_every=8)
-    task = bench.Noise(train.TrainConfig(seq_len=16, warmup=2, grad_clip=clip, **shape), CPU)
-    task.splits = [torch.randint(20, (200,), generator=torch.Generator().manual_seed(0))]
+    task = train.Task(tc := train.TrainConfig(seq_len=16, warmup=2, grad_clip=clip, **shape), CPU)
+    ids = torch.randint(20, (200,), generator=torch.Generator().manual_seed(0))
+    task.draw = lambda number, _: data.batch(ids, tc.seed, number, tc.batch_size, tc.seq_len)
     loss, norm = train.train_step(model, [torch.optim.SGD(model.parameters(), lr=1.0)], task, 0)
     return loss, norm, torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -2167,8 +2194,6 @@ def test_curves(tmp_path, capsys, monkeypatch):
     (tmp_path / "a" / "log.csv").write_text("step,loss,val\n1,3.5,\n")           # not yet validated
     assert train.main(["--plot", str(tmp_path / "a")]) == 0
     assert train.main(["--plot", str(tmp_path)]) == 2 and "log.csv" in capsys.readouterr().err
-    (tmp_path / "b" / "log.csv").write_text("step,loss\n")
-    assert "no step" in refused(capsys, train.main, "--plot", tmp_path / "b")
 
 
 # ---- eval.py
@@ -2189,7 +2214,7 @@ class Stub(torch.nn.Module):
 def test_probe_of_any_loss(preset, sign, monkeypatch):
     """Catches: curves of inf and NaN where the inner loss is 0 at M0, as the dot loss is."""
     kept = []
-    ckpt, args = dict(path="p", preset=preset, step=1, train=dict(seq_len=9)), types.SimpleNamespace(
+    ckpt, args = dict(path="p", preset=preset, step=1, train=dict(seq_len=9, data="")), types.SimpleNamespace(
         ckpt=["p"], prompt="a", data=None, length=0)
     speller = types.SimpleNamespace(encode=lambda text: list(range(9)))
     monkeypatch.setattr(eval, "load", lambda *_: (ckpt, small(preset, memory="linear"), speller))
@@ -2211,11 +2236,10 @@ def test_position_loss_by_hand():
 
 def test_stream_tells_growth_and_nan(capsys):
     """Catches a check that never fails, or fails where a cache has to grow; targets that are not the next tokens."""
-    x, y = (torch.cat(parts, 1)[0].tolist() for parts in zip(*eval.pieces(torch.arange(8), 9, length=5)))
-    assert x == [0, 1, 2, 3, 4, 5, 6, 0, 1, 2] and y == [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
     ids, uniform = torch.arange(50) % 5, lambda x: torch.zeros(*x.shape, 5)
-    eval.stream(Stub(uniform), ids, 20_000)
-    assert f" {math.log(5):.4f} " in capsys.readouterr().out
+    for says, nats in (uniform, math.log(5)), (lambda x: 50 * F.one_hot((x + 1) % 5, 5).float(), 0):
+        eval.stream(Stub(says), ids, 20_000)
+        assert capsys.readouterr().out.count(f" {nats:.4f} ") == 10
     slowly = lambda state: torch.zeros(1000 if state is None else len(state) + 5)          # 9 % from the first tenth on
     with pytest.raises(common.Halt, match="memory grows"):
         eval.stream(Stub(uniform, slowly), ids, 20_000)
@@ -2317,7 +2341,6 @@ def test_a_picture_without_a_name_is_not_a_committed_one():
     """Catches a trial of a few seconds that overwrites results/*.png."""
     made = [eval.parse(["--task", name, "--plot"]) for name in eval.TASKS] + [recall.parse(["mqar", "--plot"])]
     assert [args.plot for args in made] == [f"{args.task}.png" for args in made]
-    assert bench.parse(["--plot"]).plot == "bench.png"
 
 
 def test_one_pass_by_hand(monkeypatch):
@@ -2385,7 +2408,7 @@ def test_bench_smoke(tmp_path, capsys):
     names = {part: [r.get("name") for r in result["records"] if r["part"] == part] for part in bench.PARTS}
     assert names["layer"] == ["omeganet", "transformer"] * 2 and names["step"] == ["omeganet", "transformer"]
     assert len(names["rule"]) == 10 and len(names["decode"]) == 4 and names["peers"].count("ours") == 4
-    keys = dict(layer="MiB T", rule="MiB muon_every shard", step="parameters of_transformer", peers="MiB times_titans",
+    keys = dict(layer="MiB T", rule="MiB muon_every shard", step="parameters ms", peers="MiB times_titans",
                 decode="position ms_per_token state_bytes")
     for r in result["records"]:
         assert r["median_s"] > 0 and r["runs"] >= 3 and r["tokens_per_s"] > 0
@@ -2463,7 +2486,7 @@ def test_episodic_resume(words, tmp_path, monkeypatch, flags, capsys):
     with pytest.raises(common.UserError):                       # of sample.py, eval.py: it has no tokenizer
         train.load_checkpoint(tmp_path / "a")
     assert a["step"] == b["step"] == 4 and all(torch.equal(a["model"][k], b["model"][k]) for k in a["model"])
-    names = ["fitted", "phase"] if "--grok" in flags else ["carried", "reset"]
+    names = ["fitted", "held_out"] if "--grok" in flags else ["carried", "reset"]
     measures = [rows(tmp_path / out, *names) for out in "ab"]
     assert measures[0][-1] == measures[1][-1] and str(a["end"]) == str(b["end"])
 
@@ -2486,8 +2509,6 @@ def test_circles():
     assert min(measured["concentration"], measured["circular_fit"]) > 0.9999
     random = torch.tensor([measured["random_concentration"], measured["random_fit"]])
     assert ((random - found.mean(0)).abs() < 4 * found.std(0)).all()
-    runs = (0.5, 0, 1), (1, 0, 1), (1, 0.01, 2), (1, 0.6, 3), (1, 0.95, 9)
-    assert [episodic.phase(*run) for run in runs] == ["memorisation"] * 2 + ["circuit formation", "cleanup", "grokked"]
 
 
 def test_stablemax_and_perp_grad():
@@ -2511,9 +2532,9 @@ def test_stablemax_and_perp_grad():
 
 ROOT = Path(omega.__file__).resolve().parent
 README, MORE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/README.md"))
-LINES = dict(memory=140, muon=130, poly=105, omega=540, shards=95, wiring=300, models=600, common=310, train=560,
-             data=420, recall=470, eval=330, episodic=290, bench=370, sample=115, test_all=2700)
-PROGRAM = 4450                                                # lines of all but test_all.py
+LINES = dict(memory=150, muon=130, poly=105, omega=600, shards=95, wiring=300, models=600, common=310, train=590,
+             data=430, recall=370, eval=330, episodic=280, bench=310, sample=105, test_all=2800)
+PROGRAM = 4400                                                # lines of all but test_all.py
 BELOW = {name: {} for name in ("memory", "muon", "poly", "common")} | dict(      # what a file may import of ours
     data={"common"}, omega={"memory", "muon", "poly"}, shards={"memory", "omega"}, wiring={"omega"},
     models={"memory", "omega", "shards", "common", "muon", "poly", "wiring"},
@@ -2625,7 +2646,7 @@ MUTANTS = [                                                   # file, text (it i
     ("omega.py", "rule._replace(ball=0.0) if pos else rule", "rule", "omega_is_omega_ref"),
     ("omega.py", "torch.addcmul(w, u, s)", "w", "omega_is_omega_ref"),
     ("omega.py", "+ old_in_U * due", "+ due", "omega_is_omega_ref"),
-    ("omega.py", "else P * torch.bmm(rows", "else torch.bmm(rows", "omega_is_omega_ref"),
+    ("omega.py", "y, P * (qk if x", "y, (qk if x", "omega_is_omega_ref"),
     ("omega.py", "(pair >= missing)", "(pair >= 0)", "omega_is_omega_ref"),
     ("omega.py", "state.anchor if state.pos else tuple", "W if state.pos else tuple", "omega_is_omega_ref"),
     ("shards.py", "start(rule, phi, M0, n * B", "start(rule, phi, whole.M0 or M0, n * B", "test_shards"),
@@ -2640,6 +2661,13 @@ MUTANTS = [                                                   # file, text (it i
     ("wiring.py", "frozen = state.frozen or (", "frozen = (", "test_reading"),
     ("wiring.py", "self.memory(y, inner, mask", "self.memory(x, inner, mask", "wirings_by_hand"),
     ("models.py", "probs.cumsum(-1) - probs >=", "probs.cumsum(-1) >=", "test_sample"),
+    ("omega.py", "return P * waits, [a", "return P, [a", "omega_is_omega_ref"),
+    ("omega.py", "keep=gates.keep * (token % m > 0)", "keep=gates.keep", "omega_is_omega_ref"),
+    ("omega.py", "if state.pos else tuple(w.unf", "if True else tuple(w.unf", "omega_is_omega_ref"),
+    ("models.py", "momentum, gate * looks, reset)", "momentum, gate, reset)", "test_padding"),
+    ("models.py", "omega.Gates(keep.where(here, 1)", "omega.Gates(keep", "test_padding"),
+    ("models.py", "gate * looks, reset)", "gate * looks)", "test_reset"),
+    ("wiring.py", "torch.where(reset[:, :1, None, None], *pair)", "pair[1]", "test_reset"),
     ("models.py", 'of_M0(a, names, path[-1].idx) if "M0" in names else ', "", "test_detach"),
     ("models.py", "k.roll(-1, 2)", "k", "test_probe"),
     ("wiring.py", "self.floor * m if", "self.floor * y if", "test_polarise"),

@@ -6,9 +6,6 @@
     python train.py --resume                             go on where OUT/ckpt.pt stopped (--steps N: train longer)
     python train.py --init out --data my.txt --out tuned begin a new run with the weights of another
     torchrun --nproc-per-node 8 train.py --size 340m --remat --data tokens --tokenizer gpt2        on 8 GPUs
-
-A batch is a function of (seed, step), and a checkpoint holds everything else. So on a CPU, with the same number of
-threads, a run that was stopped and resumed ends in the same bits as one that was not.
 """
 import csv
 import json
@@ -57,8 +54,7 @@ class TrainConfig:
     batch_size: int = opt(8, "sequences in a forward pass", low=1)
     grad_accum: int = opt(1, "forward passes in a step", low=1)
     seq_len: int = opt(256, "tokens in a sequence", low=1)
-    documents: bool = opt(False, "training only: begin each document (row of .jsonl, file of a folder, END in token "
-                          "files) with a new memory, at the border of a chunk")
+    documents: bool = opt(False, "train on each document (row of .jsonl, file) with a new memory, at a chunk's border")
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest", ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
     embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr; with --tie give 1")
@@ -100,22 +96,30 @@ TRAIN_SIZES = {                                               # differences from
 NO_FLAG = "vocab_size", "attention"                           # which the tokenizer and the preset decide
 LAUNCH = {"out", "resume", "device", "compile", "threads", "wandb", "tensorboard"}    # never read from a checkpoint
 RATES = {"lr", "outer_muon_lr"}                               # may be lower on --resume
-FREE = LAUNCH | RATES | {"data", "steps", "eval_every", "log_every", "remat", "telemetry", "report_tokens"}     # differ
+FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "telemetry", "report_tokens"}     # may differ
 KEPT = {"model", "size", "tokenizer", "bpe_size"}             # --init takes them from the checkpoint
+
+
+def keep_to(old, names, given):
+    """Raise UserError for a given flag of these names that differs from the checkpoint. Say where it lowers a rate."""
+    was = asdict(Config(**old["config"])) | old["train"]
+    for name in names:
+        if name in RATES and given[name] < was[name]:
+            say(f"{flag(name)} is {given[name]} from here on, {was[name]} before")
+        elif given[name] != was.get(name):
+            raise UserError(f"{flag(name)} is {was.get(name)} in {old['path']}, not {given[name]}; drop the flag")
 
 
 def settings(given, old=None):
     """Return TrainConfig and Config from the given flags and the checkpoint of --resume or --init, if there is one. A
     new run takes defaults < size < preset < flags. With --init the old network takes the place of size and preset."""
-    resume, was = given.get("resume"), asdict(Config(**old["config"])) | old["train"] if old else {}
-    for name in given.keys() - FREE if resume else given.keys() & KEPT & was.keys():
-        if given[name] != was[name]:
-            raise UserError(f"{flag(name)} is {was[name]} in {old['path']}, not {given[name]}; drop the flag, or begin "
-                            "a new run (--init takes the weights along)")
+    resume, was = given.get("resume"), old["train"] if old else {}
+    if old:
+        keep_to(old, given.keys() - FREE if resume else given.keys() & KEPT & was.keys(), given)
     size = was.get("size", given.get("size", "auto"))
     if size == "auto":
         size = "baby" if given.get("device") != "cpu" and torch.cuda.is_available() else "tiny"
-    kept = {name: was[name] for name in (old["train"].keys() - LAUNCH if resume else KEPT & was.keys())}
+    kept = {name: was[name] for name in (was.keys() - LAUNCH if resume else KEPT & was.keys())}
     network = old["config"] if old else SIZES[size] | PRESETS[given.get("model", TrainConfig.model)]
     flags = lambda cls: {f.name: given[f.name] for f in fields(cls) if f.name in given}
     tc = TrainConfig(**(TRAIN_SIZES[size] | kept | flags(TrainConfig) | {"size": size}))
@@ -133,16 +137,22 @@ def settings(given, old=None):
 
 # ---- what is trained
 class Task:
-    """What a run trains and measures: Text below, Recall in recall.py, Episodes and Grok in episodic.py. loss(model,
-    number) returns the loss of a forward pass, a function of (seed, number). `launch` also needs vocab_size, `data`
-    (what is read) and finish(model, run). A checkpoint keeps `saved`. `measure` finds the `columns`."""
-    program, about, saved, columns = "train.py", "", {}, []
+    """What a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns inputs
+    and targets, with mask and reset of documents that begin at multiples of period, as a function of (seed, number).
+    `launch` also needs vocab_size, data (what is read), finish(model, run). A checkpoint keeps `saved`."""
+    about, saved, columns = "", {}, []
 
     def __init__(self, tc, device, dtype=torch.float32):
         self.tc, self.device, self.dtype, self.seen = tc, device, dtype, 0       # seen: tokens so far
 
     def begin(self, model):
         """Change the starting values of a new model."""
+
+    def loss(self, model, number):
+        x, y, *marks = (a.to(self.device) for a in self.draw(number, model.config.period()))
+        self.seen += x.numel()
+        with autocast(self.device, self.dtype):
+            return model.loss(x, y, *marks)
 
     def optimizers(self, model):
         """Return the optimizers of the model, each made with its peak learning rate."""
@@ -163,7 +173,7 @@ class Text(Task):
         tokenizer = Tokenizer(**old["tokenizer"]) if old else make_tokenizer(tc.tokenizer, corpus.text, tc.bpe_size)
         self.tokenizer, self.splits = tokenizer, corpus.splits(tokenizer, tc.seq_len)
         self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), tokenizer.vocab_size
-        self.saved = dict(tokenizer=tokenizer.state())
+        self.saved = dict(tokenizer=tokenizer.state)
         if tc.documents and tokenizer.end is None:
             raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder or token files")
         self.columns = ["val", *(f"memory/{name}" for name in self.probed if tc.telemetry)]
@@ -171,21 +181,15 @@ class Text(Task):
                       f"{tokenizer.kind} vocabulary of {self.vocab_size:,}")
 
     def begin(self, model):
-        """Say what --documents costs."""
         if self.tc.documents:
-            x, y = batch(self.splits[0], self.tc.seed, 0, 256, self.tc.seq_len)
-            mask, period = documents(x, y, self.tokenizer.end, model.config.period())[2], model.config.period()
-            say(f"--documents: each begins at a multiple of {period} tokens; gaps take {1 - mask.double().mean():.1%}")
+            period = model.config.period()
+            gaps = 1 - torch.cat([self.draw(i, period)[2] for i in range(32)]).double().mean()
+            say(f"--documents: each begins at a multiple of {period} tokens; gaps take {gaps:.1%}")
 
-    def loss(self, model, number):
-        """Return the loss of the batch with this number."""
+    def draw(self, number, period):
         tc = self.tc
-        x, y = (a.to(self.device) for a in batch(self.splits[0], tc.seed, number, tc.batch_size, tc.seq_len))
-        self.seen, marks = self.seen + x.numel(), ()
-        if tc.documents:
-            x, y, *marks = documents(x, y, self.tokenizer.end, model.config.period())
-        with autocast(self.device, self.dtype):
-            return model.loss(x, y, *marks)
+        x, y = batch(self.splits[0], tc.seed, number, tc.batch_size, tc.seq_len)
+        return documents(x, y, self.tokenizer.end, period) if tc.documents else (x, y)
 
     def measure(self, model):
         """Return the validation loss; with --telemetry also means of models.probe over all layers."""
@@ -204,32 +208,29 @@ class Text(Task):
     def finish(self, model, run):
         """Say what the best weights make of the validation split, and let them write a sample."""
         tc, ckpt = self.tc, load_checkpoint(self.tc.out)
-        model.load_state_dict(ckpt["model"])
+        model.eval().load_state_dict(ckpt["model"])
         set_floor(model, (ckpt["step"] - 1) / tc.steps)
-        part = f"first {tc.report_tokens:,} tokens of the" if 0 < tc.report_tokens < len(self.splits[1]) else "whole"
-        say(f"\nbest step {ckpt['step']} on the {part} validation split, in windows of {tc.seq_len}:")
+        say(f"\nbest step {ckpt['step']} on the validation split, in windows of {tc.seq_len}:")
         loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype, tc.report_tokens)
         torch.manual_seed(tc.seed)
-        sample = continue_text(model, self.tokenizer, encode_prompt(self.tokenizer, ""), SAMPLE, temperature=0.8)
-        say("\n" + "".join(sample) + "\n")
+        start = encode_prompt(self.tokenizer, "")
+        say("\n" + "".join(continue_text(model, self.tokenizer, start, SAMPLE, [], temperature=0.8)) + "\n")
         if self.device.type == "cuda":
             say(f"peak memory on the GPU: {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB")
         before, after = run["start"]["val"], run["end"]["val"]
         if after <= before:
             say(f"done: {tc.model} on {self.data['used']}, best validation loss {loss:.4f} nats/token, "
-                f"{loss / math.log(2):.4f} bits/token ({part} split), {timedelta(seconds=int(run['seconds']))}")
+                f"{loss / math.log(2):.4f} bits/token, {timedelta(seconds=int(run['seconds']))}")
         else:                                                 # or nan
             say(f"warning: the validation loss rose from {before:.4f} to {after:.4f}; lower --lr and --outer-muon-lr")
 
 
 @torch.no_grad()
 def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32, tell=math.inf):
-    """Return the mean loss in nats a token over ids cut into windows of seq_len, or about max_windows of them. The
-    memory starts anew in each. carry=True reads ids as batch_size long streams instead. tell: tokens between lines."""
-    device, was_training, state = next(model.parameters()).device, model.training, None
+    """Return the mean nats a token of a model in eval mode over ids in windows of seq_len, or about max_windows of
+    them, each with a new memory. carry=True reads ids as batch_size long streams. tell: tokens between lines."""
+    device, state, total, n = next(model.parameters()).device, None, 0.0, 0
     every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
-    total, n = 0.0, 0
-    model.eval()
     for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
         # shapes that come once, as a last window or the length of a cache, are not worth compiling
         odd = x.shape != (batch_size, seq_len) or carry and model.config.attention
@@ -240,7 +241,6 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
         if n % tell < y.numel():
             say(f"  .. {n:,} of {len(ids):,} tokens")
         state = after if carry else None
-    model.train(was_training)
     return total / n
 
 
@@ -259,19 +259,19 @@ def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32, max_
     return losses[0]
 
 
-def continue_text(model, tokenizer, ids, n, **how):
-    """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate. Return
-    the state and, in a list, the id that it has not read: the last."""
-    feed, last, end = tokenizer.stream(), [], []
+def continue_text(model, tokenizer, ids, n, end, **how):
+    """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate. The list
+    `end` becomes the state and, in a list, the id that it has not read: the last."""
+    feed, last = tokenizer.stream(), []
     tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
 
     def drawn():
-        end.append((yield from model.eval().generate(tokens, n, **how)))
+        state = yield from model.generate(tokens, n, **how)
+        end[:] = state, last
     for token in drawn():
         last = token.tolist()
         yield feed(last)
     yield feed(final=True)
-    return end[0], last
 
 
 # ---- the loop
@@ -308,8 +308,7 @@ def validate(model, task):
     """Return what the task measures of the model in eval mode, and the same in words, without telemetry and nan."""
     found = task.measure(model.eval())
     model.train()
-    shown = {name: f"{a:.4f}" if isinstance(a, float) else a for name, a in found.items() if "/" not in name and a == a}
-    return found, "".join(f"  {name} {a}" for name, a in shown.items())
+    return found, "".join(f"  {name} {a:.4f}" for name, a in found.items() if "/" not in name and a == a)
 
 
 def train(model, optimizers, run, task):
@@ -318,8 +317,7 @@ def train(model, optimizers, run, task):
     if run["step"] == 0:
         set_floor(model, 0.0)
         run["start"], words = validate(model, task)
-        if words:
-            say(f"step {0:5d}/{tc.steps}{words}")
+        say(f"step {0:5d}/{tc.steps}{words}")
     began = time.perf_counter() - run["seconds"]
     with noted_signals() as noted:
         for step in range(run["step"] + 1, tc.steps + 1):
@@ -348,7 +346,7 @@ def train(model, optimizers, run, task):
             if out and (found or number):
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
             if number and not last:
-                again = f"; to go on: python {task.program} --resume --out {tc.out!r}" if tc.out else ""
+                again = f"; to go on: python {Path(sys.argv[0]).name} --resume --out {tc.out!r}" if tc.out else ""
                 say(f"stopped after step {step}{again}")
                 return int(number)
 
@@ -403,8 +401,8 @@ def open_logs(out, run, columns):
     if tc["tensorboard"]:
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(out, purge_step=run["step"] + 1)
-        logs.append(lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row])
-        logs.append(lambda row: writer.flush())
+        logs += [lambda row: [writer.add_scalar(name, a, row["step"]) for name, a in row.items()],
+                 lambda row: writer.flush()]
     return logs
 
 
@@ -419,7 +417,6 @@ def save_file(path, tree):
 
 
 def save_checkpoint(path, run, model, optimizers):
-    """Save the whole state of a run."""
     optimizers = [optimizer.state_dict() for optimizer in optimizers]
     save_file(path, dict(run, format=FORMAT, model=model.state_dict(), optimizers=optimizers))
 
@@ -437,14 +434,13 @@ def load_checkpoint(path, text=True):
             cls(**values)                                     # TypeError for a field that it lacks
     except Exception as fault:                                # its type depends on what the file is
         why = str(fault).partition("\n")[0] if isinstance(fault, (TypeError, ValueError)) else type(fault).__name__
-        raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this version of train.py, which "
-                        "makes one in --out") from None
+        raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this train.py") from None
     return dict(ckpt, path=str(path))
 
 
 def rebuild(ckpt, config=None):
-    """Return the model of a checkpoint, by another Config if one is given, and its tokenizer, if it has one."""
-    model = LM(config or Config(**ckpt["config"]))
+    """Return the model of a checkpoint in eval mode, by another Config if one is given, and its tokenizer if any."""
+    model = LM(config or Config(**ckpt["config"])).eval()
     try:
         model.load_state_dict(ckpt["model"])
     except RuntimeError:
@@ -459,12 +455,12 @@ def rebuild(ckpt, config=None):
 def parse(argv=None):
     """Return a dict of the flags that were given."""
     parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "
-                    "--model (models.PRESETS), which wins over --size (models.SIZES, TRAIN_SIZES).")
+                    "--model (models.PRESETS), and that over --size (models.SIZES, TRAIN_SIZES).")
     presets = TRAIN_SIZES["tiny"] | SIZES["tiny"] | PRESETS[TrainConfig.model]
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    parser.add_argument_group("no run").add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="draw "
-        "log.csv of these folders, and train nothing: curves.png in the first, with --telemetry share.png")
+    how = dict(nargs="+", metavar="OUT", default=SUPPRESS, help="draw curves.png, with --telemetry share.png, of runs")
+    parser.add_argument_group("no run").add_argument("--plot", **how)
     return vars(parser.parse_args(argv))
 
 
@@ -475,39 +471,24 @@ def compile_model(model, task):
         task.loss(model, 0).backward()
     except Exception as fault:                                # one that is not the compiler's comes again without it
         torch.compiler.set_stance("force_eager")
-        why = " ".join(str(fault).partition("Set TORCH")[0].split())[:400]
-        say(f"warning: torch.compile failed, going on without it: {why}")
+        say(f"warning: torch.compile failed, going on without it: {fault!r:.400}")
     model.zero_grad()
 
 
 def launch(given, settings=settings, make_task=Text, text=True):
     """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
-    if not 0 <= RANK < PROCESSES or PROCESSES > 1 and "MASTER_PORT" not in os.environ:
-        raise UserError(f"RANK {RANK} and WORLD_SIZE {PROCESSES} are not torchrun's; start with it, or unset them")
+    if not 0 <= RANK < PROCESSES or PROCESSES > 1 and not (text and "MASTER_PORT" in os.environ):
+        raise UserError(f"RANK {RANK}, WORLD_SIZE {PROCESSES}: torchrun sets these, only for train.py; unset them")
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
-    if PROCESSES > 1 and not text:
-        raise UserError("this program is one process; start it without torchrun")
-    with nullcontext() if RANK else locked(Path(given.get("out", TrainConfig.out))):
-        return run_alone(given, settings, make_task, text)
-
-
-def run_alone(given, settings, make_task, text):
-    """Make the run of `launch`, for which OUT is locked."""
     resume = given.get("resume")
     source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
     old = load_checkpoint(source, text) if source else None
     tc, config = settings(given, old)
-    for name in RATES if resume else ():
-        if (now := getattr(tc, name)) > (was := old["train"][name]):
-            raise UserError(f"{flag(name)} is {was} in {old['path']}; --resume can lower it, not raise it to {now}")
-        if now < was:
-            say(f"{flag(name)} is {now} from here on, {was} before")
     if resume and old["step"] >= tc.steps:
         return say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
-    for package in ("wandb", "tensorboard"):
-        if getattr(tc, package):
-            need(package)
+    need("wandb", tc.wandb)
+    need("tensorboard", tc.tensorboard)
     device = setup(tc.device, tc.threads)
     if PROCESSES > 1:
         if device.type == "cuda":
@@ -531,21 +512,21 @@ def run_alone(given, settings, make_task, text):
     where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
         f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
-        f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(dtype)[6:]}, float32 products: "
-        f"{torch.get_float32_matmul_precision()}" + ", compiling .." * tc.compile)
+        f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(dtype)[6:]}"
+        + ", compiling .." * tc.compile)
     optimizers = task.optimizers(model)
     for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
-    if tc.compile:
-        compile_model(model, task)
-    stopped = train(model, optimizers, run, task)
-    if PROCESSES > 1:
-        dist.barrier()                                        # torchrun ends all when one ends: not before 0 has saved
-        dist.destroy_process_group()
-    if stopped:
-        return 128 + stopped
-    if RANK == 0:
-        task.finish(model, run)
+    with nullcontext() if RANK else locked(Path(tc.out)):
+        if tc.compile:
+            compile_model(model, task)
+        stopped = train(model, optimizers, run, task)
+        if PROCESSES > 1:
+            dist.barrier()                                    # torchrun ends all when one ends: not before 0 has saved
+            dist.destroy_process_group()
+        if not (RANK or stopped):
+            task.finish(model, run)
+    return 128 + stopped if stopped else 0
 
 
 def main(argv=None):

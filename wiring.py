@@ -58,6 +58,8 @@ def check_state(layer, state, batch=None):
     """Raise ValueError if the state does not fit the layer, or a batch of another size; say what differs."""
     if not hasattr(state, "config"):
         raise ValueError(f"a layer takes a state of its own, not a {type(state).__name__}")
+    if batch and None in getattr(getattr(getattr(state, "memory", state), "fast", None), "M0", ()):
+        raise ValueError("the state is packed; give models.unpack(model, state)")
     n = len(getattr(state, "memory", state)[1])               # of a convolution, or of v
     here, there = vars(layer.config) | dict(batch=batch or n), vars(state.config) | dict(batch=n)
     differ = [f"its {name} is {there[name]}, not {here[name]}" for name in MATTER if there[name] != here[name]]
@@ -219,8 +221,8 @@ class Wiring(nn.Module):
         """Return norm(y) * sigmoid(norm(m)): attention's y, gated by the memory's m (Titans Eq 25, 28; choice 13)."""
         m = self.m_norm(m)
         g = m.sigmoid()
-        if self.config.polarise:                              # the mean is 0 where all g are 0 or 1; for LM.loss
-            self.undecided.append((1 - (2 * g - 1).abs()).mean())
+        if self.config.polarise:                              # of each token, 0 where all g are 0 or 1; for LM.loss
+            self.undecided.append((1 - (2 * g - 1).abs()).mean(-1))
         o = self.y_norm(y) * g
         return (1 - self.floor) * o + self.floor * m if self.floor else o
 
