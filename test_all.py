@@ -556,8 +556,9 @@ def test_torch_func(preset):
 @pytest.fixture
 def eager_again(monkeypatch):
     """What is compiled for the whole process is compiled for one test."""
-    for owner, names in [(omega, [name for name, f in vars(omega).items() if isinstance(f, types.FunctionType)]),
-                         (models.Memory, ["project", "finish"]), (models.SwiGLU, ["forward"]), (models.Norm, ["forward"])]:
+    plain = [name for name, f in vars(omega).items() if isinstance(f, types.FunctionType)]
+    classes = [(models.Memory, ["project", "finish"]), (models.SwiGLU, ["forward"]), (models.Norm, ["forward"])]
+    for owner, names in [(omega, plain), *classes]:
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))
     yield
@@ -649,8 +650,7 @@ def test_reading(preset, more):
 
 @pytest.mark.parametrize("preset", models.PRESETS)
 def test_memory_in_bfloat16(preset, monkeypatch):
-    """As on CUDA under autocast: gradients of all parameters within 8 % of float32's. Catches: gates or Newton-Schulz in
-    bfloat16, fast weights that are rounded where a chunk ends."""
+    """As on CUDA under autocast: gradients within 8 % of float32's. Catches: gates or Newton-Schulz in bfloat16, fast weights that are rounded where a chunk ends."""
     model, x = small(preset, n_embd=64, n_head=2, head_dim=32, chunk=16, muon_every=16), tokens(4, 65)
     for p in model.parameters():
         p.data += 0.02 * torch.randn_like(p)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, locked, native_bfloat16, need,
                     opt, pick_dtype, plot, replacing, say, setup)
 from data import TOKENIZERS, Tokenizer, batch, documents, encode_prompt, make_tokenizer, read, streams, windows
-from models import LM, PRESETS, SIZES, Config, holds_all, probe
+from models import LM, PRESETS, SIZES, Config, holds_all, probe, sized
 from muon import make_optimizers
 from wiring import set_floor
 
@@ -120,7 +120,7 @@ def settings(given, old=None):
     if size == "auto":
         size = "baby" if given.get("device") != "cpu" and torch.cuda.is_available() else "tiny"
     kept = {name: was[name] for name in (was.keys() - LAUNCH if resume else KEPT & was.keys())}
-    network = old["config"] if old else SIZES[size] | PRESETS[given.get("model", TrainConfig.model)]
+    network = old["config"] if old else sized(given.get("model", TrainConfig.model), size)
     flags = lambda cls: {f.name: given[f.name] for f in fields(cls) if f.name in given}
     tc = TrainConfig(**(TRAIN_SIZES[size] | kept | flags(TrainConfig) | {"size": size}))
     config = Config(**(network | flags(Config)))
@@ -456,7 +456,7 @@ def parse(argv=None):
     """Return a dict of the flags that were given."""
     parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "
                     "--model (models.PRESETS), and that over --size (models.SIZES, TRAIN_SIZES).")
-    presets = TRAIN_SIZES["tiny"] | SIZES["tiny"] | PRESETS[TrainConfig.model]
+    presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
     how = dict(nargs="+", metavar="OUT", default=SUPPRESS, help="draw curves.png, with --telemetry share.png, of runs")
