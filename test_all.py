@@ -650,7 +650,8 @@ def test_reading(preset, more):
 
 @pytest.mark.parametrize("preset", models.PRESETS)
 def test_memory_in_bfloat16(preset, monkeypatch):
-    """As on CUDA under autocast: gradients within 8 % of float32's. Catches: gates or Newton-Schulz in bfloat16, fast weights that are rounded where a chunk ends."""
+    """As on CUDA under autocast: gradients within 8 % of float32's. Catches: gates or Newton-Schulz in bfloat16, fast
+    weights that are rounded where a chunk ends."""
     model, x = small(preset, n_embd=64, n_head=2, head_dim=32, chunk=16, muon_every=16), tokens(4, 65)
     for p in model.parameters():
         p.data += 0.02 * torch.randn_like(p)
