@@ -6,7 +6,7 @@ import os
 import platform
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import field, fields
 from pathlib import Path
 
@@ -22,19 +22,39 @@ class Halt(Exception):
     """The end of a program for another reason, told in one line. Saved files are intact. The exit code is 1."""
 
 
-def say(text):
+def say(text, end="\n", flush=True):
     """Print a line. A run outlives its reader, as in `| head`, and its terminal: it still has files to save."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=flush)
     except OSError:                                           # EPIPE, or EIO of a terminal
         sys.stdout = open(os.devnull, "w")
+
+
+HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)            # Windows has none
+
+
+@contextmanager
+def handling(handler, *numbers):
+    """Let handler(number, frame) take these signals. nohup ignores SIGHUP, and so does what it starts."""
+    with ExitStack() as restore:
+        for number in set(numbers):
+            if number != HANGUP or signal.getsignal(number) != signal.SIG_IGN:
+                restore.callback(signal.signal, number, signal.signal(number, handler))
+        yield
 
 
 def exit_code(task):
     """Run task() and return its exit code. Print on stderr what a user can be told in one line."""
     getattr(sys.stdout, "reconfigure", dict)(errors="replace")            # a sample has letters that a terminal lacks
+    stops = []
+
+    def stop(number, frame):                                  # once: another must not end the cleaning up
+        stops.append(number)
+        if len(stops) == 1:
+            raise KeyboardInterrupt(number)
     try:
-        return task() or 0
+        with handling(stop, signal.SIGTERM, HANGUP):
+            return task() or 0
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")                    # or it would fail again at exit
         return 0

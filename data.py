@@ -23,7 +23,7 @@ import regex                                            # tiktoken requires it
 import tiktoken
 import torch
 
-from common import Parser, UserError, exit_code, replacing, say
+from common import Parser, UserError, exit_code, locked, replacing, say
 
 SHAKESPEARE = Path(__file__).resolve().parent / "data" / "shakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -175,11 +175,17 @@ def _parts(path):
             for number, block in enumerate(blocks, 1):
                 rows = dict(text=block) if kind not in JSON else json.loads(block.rstrip()) if block.strip() else []
                 for row in rows if isinstance(rows, list) else [rows]:
+                    if not isinstance(row["text"], str):
+                        raise TypeError('its "text" is no string')
                     row["text"].encode()                # fails for bytes that are not UTF-8, and JSON's "\\ud800"
                     yield row["text"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         where = f"{path}, {'line' if kind == '.jsonl' else 'block'} {number}" if number else path
         fault = f"{type(error).__name__} {error}".replace("line 1 column", "column")
+        if isinstance(error, UnicodeEncodeError) and "\udc80" <= (byte := error.object[error.start]) <= "\udcff":
+            fault = f"not UTF-8, byte {ord(byte) - 0xDC00:#x} at {error.start}"
+        if path.is_symlink() and not path.exists():
+            fault = "a link to a file that is gone"
         raise UserError(f"cannot read {where}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), JSON of "
                         'objects with a "text", or a mix with weights, a.txt:0.4,b.jsonl:0.6') from None
 
@@ -363,10 +369,12 @@ def documents(x, y, end, chunk):
 # ---- python data.py
 def make_files(args):
     """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does. The end of a BLOCK may cut a word."""
+    if re.search(r",|:[\d.]+$", args.data) and not Path(args.data).exists():
+        raise UserError("data.py takes one name; make token files of each, and train on --data tokens1:0.4,tokens2:0.6")
     if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
         raise UserError(f"{args.out} already holds token files; give another --out")
-    tokenizer = make_tokenizer(args.tokenizer, "")
-    with replacing(args.out / "train.bin") as whole:    # all ids, until val.bin has the last tenth
+    with locked(args.out), replacing(args.out / "train.bin") as whole:      # all ids, until val.bin has the last tenth
+        tokenizer = make_tokenizer(args.tokenizer, "")
         with whole.open("wb") as file:
             for text in texts(args.data)[1]:
                 file.write(tokenizer.encode(text).astype("<u2").tobytes())

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import models
-from common import Parser, UserError, add_device, at_least, exit_code, setup
+from common import Parser, UserError, add_device, at_least, check_files, exit_code, say, setup
 from data import encode_prompt
 from train import continue_text, load_checkpoint, rebuild, save_file
 
@@ -33,21 +33,25 @@ def until(stop, pieces):
     yield waiting
 
 
-def load_state(path, origin, model):
-    """Return the state and the ids after it from a file of --save-state. Raises UserError for another checkpoint's."""
+def load_state(path, origin=None, model=None):
+    """Return the state and the ids after it from a file of --save-state. Raises UserError for another file, also one
+    of another checkpoint where `origin` tells this one's."""
     try:
         made_by, packed, ids = torch.load(path, map_location="cpu", weights_only=True)
-        if made_by != origin:
+        if origin and made_by != origin:
             raise ValueError("of another checkpoint")
-        return models.unpack(model, packed), ids
+        return packed and model and models.unpack(model, packed), ids      # None before anything is read
     except Exception as fault:                                # its type depends on what the file is
-        raise UserError(f"cannot read on from {path} ({fault!r:.99}); give a --save-state of this --ckpt") from None
+        raise UserError(f"{path} is no --save-state of this --ckpt ({fault!r:.99}); give another file") from None
 
 
 def speak(args):
     """Print the prompt and what the model writes after it."""
     if args.save_state and (args.num > 1 or args.stop):
         raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
+    check_files(None, args.save_state)
+    if args.save_state and Path(args.save_state).exists():    # best.pt is not lost to a slip
+        load_state(args.save_state)
     raw = sys.stdin.buffer.read() if args.prompt == "-" else args.prompt.encode(errors="surrogateescape")
     try:
         prompt = raw.decode("utf-8-sig")                      # line ends as they are
@@ -62,15 +66,15 @@ def speak(args):
     print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, state=state,
                generator=torch.Generator(device).manual_seed(args.seed))
-    read, end = ids if args.tokens else ids[:-1] or ids, []   # the next text begins with what this one leaves unread
+    read, end = ids if args.tokens else ids[:-1], [state, []]  # the next text begins with what this one leaves unread
+    show = say if args.save_state else print                  # whoever saves reads on when `| head` has seen enough
     for i in range(args.num):
-        print("---------------\n" * (i > 0) + prompt, end="", flush=True)
-        for piece in until(args.stop, continue_text(model, tokenizer, read, args.tokens, end, **how)):
-            print(piece, end="", flush=True)
-        print(flush=True)
+        show("---------------\n" * (i > 0) + prompt * (args.tokens > 0), end="", flush=True)
+        for piece in until(args.stop, continue_text(model, tokenizer, read, args.tokens, end, **how) if read else ()):
+            show(piece, end="", flush=True)
+        show("\n" * (args.tokens > 0), end="", flush=True)
     if args.save_state:
-        state, last = end
-        save_file(Path(args.save_state), [origin, models.pack(state), last or ids[len(read):]])
+        save_file(Path(args.save_state), [origin, models.pack(end[0]), end[1] or ids[-1:]])
 
 
 def main(argv=None):

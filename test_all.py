@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -1307,13 +1308,17 @@ def test_links_and_kinds_of_files(tmp_path):
         assert data.read(tmp_path / folder).text.split(data.BORDER) == ["A", "C", "B", "Z"]
     (tmp_path / "d/sub").rename(tmp_path / "sub")
     assert data.read(tmp_path / "d").text.split(data.BORDER) == ["B", "Z"]
+    (tmp_path / "d/b.txt").unlink()                           # c.txt is a link to it
+    with pytest.raises(common.UserError, match=r"d/c.txt: a link to a file that is gone[^\n]*\Z"):
+        data.read(tmp_path / "d")
 
 
 @pytest.mark.parametrize("name, body, word", [
     ("t.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: JSONDecodeError .*: column 13"),
     ("t.JSONL", b'{"text": "a"}\n{"txt": "b"}', "JSONL, line 2: KeyError 'text'"),
-    ("t.json", b'{"text": 1}', "AttributeError"), ("t.jsonl", b'{"text": "\xe9"}', "line 1: .*position 0.*iconv"),
-    ("t.jsonl", rb'{"text": "a\ud800"}', "line 1: .*surrogates not"), ("a/t.txt", b"abcdef\xe9", "t.txt, block 2"),
+    ("t.json", b'{"text": 1}', '"text" is no string'), ("a/t.txt", b"abcdef\xe9", "t.txt, block 2: .*0xe9 at 2"),
+    ("t.jsonl", b'{"text": "\xe9"}', "line 1: not UTF-8, byte 0xe9 at 0.*iconv"),
+    ("t.jsonl", rb'{"text": "a\ud800"}', "line 1: .*surrogates not"), ("t.txt", b"\xff\xfea\0", "not UTF-8, byte 0xff"),
     ("t.txt.gz", b"\x1f\x8b\x08", "gunzip"), ("a/t.gz", b"", "no text in a; .*gunzip"),
     ("a/train.bin", b"ab", "no text"), ("train.bin", b"T\0o\0", "folder of"),
     ("x", b"", "a.txt,x: .*no such file.*with weights, a.txt:0.4")], ids=lambda part: None)
@@ -1338,7 +1343,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch):
     tokens, byte = data.read("tok"), data.make_tokenizer("byte", "")
     for call, args, word in [
             (data.read, ["gone"], "No such file"), (data.read, ["empty"], "no text"),
-            (data.read, ["latin"], "position 3"), (data.read, ["tok:0,tok:1"], "weight"),
+            (data.read, ["latin"], "byte 0xe9 at 3"), (data.read, ["tok:0,tok:1"], "weight"),
             (tokens.splits, [byte, 10], "--seq-len 10"), (tokens.splits, [byte, 9], "up to 257"),
             (data.make_files, [types.SimpleNamespace(data="latin", out=Path("tok"))], "already holds"),
             (data.make_tokenizer("char", TEXT).encode, ["ToZeYZ"], "'YZ'"),
@@ -1454,6 +1459,27 @@ def test_a_large_corpus_goes_through_in_pieces(tmp_path, monkeypatch, capsys):
     ids = np.concatenate([a[:] for a in data.read(tmp_path / "out").tokens])
     assert len(ids) == 2**12 * 17 + 2**18 and (ids == 256).sum() == 2**12 and peak < 2**18
     assert capsys.readouterr().err.count("\n") == 21           # 20 under way
+
+
+@pytest.mark.parametrize("numbers, code", [([2], 130), ([15], 143), ([1], 129), ([1, 15], 129)])
+def test_one_folder_one_writer_of_token_files(numbers, code, tmp_path, monkeypatch, capsys):
+    """Two runs of data.py in one --out mix their files; a stopped one must leave none, not even half of one."""
+    (tmp_path / "t.txt").write_text(TEXT)
+    argv = "--data", str(tmp_path / "t.txt"), "--tokenizer", "byte", "--out", str(out := tmp_path / "out")
+    before = [signal.getsignal(n) for n in (1, 15)]
+
+    def signalled(*args):
+        assert len(list(out.glob("train.bin.*.tmp"))) == 1
+        try:
+            signal.raise_signal(numbers[0])
+        finally:                                              # while it cleans up
+            list(map(signal.raise_signal, numbers[1:]))
+
+    with common.locked(out):
+        assert f"process {os.getpid()} " in refused(capsys, data.main, *argv)
+    monkeypatch.setattr(data.Tokenizer, "encode", signalled)
+    assert "stopped" in refused(capsys, data.main, *argv, code=code) and os.listdir(out) == []
+    assert before == [signal.getsignal(n) for n in (1, 15)]
 
 
 def test_documents_are_joined_by_end(tmp_path, monkeypatch, gpt2):
@@ -1702,6 +1728,9 @@ def test_a_run_on_documents(tmp_path, capsys):
     flags = "--steps 4 --documents --seq-len 64 --eval-windows 1"
     assert go(tmp_path / "a.jsonl", tmp_path / "out", *flags.split()) == 0
     assert re.search(r"multiple of 8 tokens; gaps take [1-4]\d\.\d%", capsys.readouterr().out)
+    assert train.main([*RUN, "--data", str(tmp_path / "a.jsonl"), "--init", str(tmp_path / "out"), "--out",
+                       str(tmp_path / "second"), *flags.split()]) == 0
+    assert "gaps take" in capsys.readouterr().out
     ckpt = train.load_checkpoint(tmp_path / "out")
     model, tc = train.rebuild(ckpt)[0].double(), train.TrainConfig(**ckpt["train"])
     task = train.Text(tc, CPU, torch.float32, ckpt)
@@ -1722,7 +1751,12 @@ MISTAKES = [                                                  # program, flags, 
     (train, "--widnow 3", "--widnow"), (train, "--model atals", "atals"), (train, "--steps 0", "--steps"),
     (train, "--wiring mag --memory-floor 0.3,2", "--memory-floor"), (train, "--memory-floor 0.3,", "--memory-floor"),
     (train, "--model swa --telemetry", "--telemetry"), (train, "--data words --documents", "one text"),
-    (train, "--documents --wiring mag", "--persistent 0"), (train, "--documents --forget zero", "--forget start"),
+    (train, "--data words --documents --tokenizer byte", "one text"),
+    (train, "--data words:1,words:2 --documents --tokenizer byte", "one text"),
+    (train, "--documents --wiring mag", "needs --persistent 0\n"),
+    (train, "--documents --forget zero", "needs --forget start\n"),
+    (data, "--data words:1,words:2 --tokenizer byte", "one name"), (data, "--data words,run", "one name"),
+    (data, "--data words --tokenizer byte --out words", "--out words"),
     (train, "--lr nan", "--lr"), (train, "stray", "stray"), (train, "--device mps", "mps"),
     (train, "--resume", "ckpt.pt"), (train, "--init words", "words"), (train, "--data gone", "gone"),
     (train, "--data words --seq-len 400", "short"), (train, "--muon False", "False"),
@@ -1730,7 +1764,8 @@ MISTAKES = [                                                  # program, flags, 
     (train, f"--threads {2**64}", "--threads"), (train, "--beta2 1", "--beta2"), (episodic, "--beta2 1", "--beta2"),
     (train, "--data words --out words", "--out words"), (episodic, "--grok --out words/x", "--out words/x"),
     (sample, "--ckpt run --prompt \udcff", "UTF-8"), (sample, "--save-state x --num 2", "--num"),
-    (sample, "--ckpt run --load-state words", "words"),
+    (sample, "--ckpt run --load-state words", "words"), (sample, "--prompt - --save-state gone/x", "gone/x"),
+    (sample, "--prompt - --save-state run/best.pt", "run/best.pt is no"), (sample, "--save-state words", "words is no"),
     (sample, "--top-p 1.1", "--top-p"), (sample, "--ckpt gone", "gone"), (sample, "--prompt -", "UTF-8"),
     (sample, "--ckpt run --device cpu --prompt \u00e9", "\u00e9"),
     (eval, "--ckpt gone", "gone"), (recall, "mqar --window 0", "--window"),
@@ -1937,10 +1972,11 @@ def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("numbers, code, step", [
-    ([2], 130, 6), ([15], 143, 6), ([2, 2], 130, 4), ([1], 129, 6), ([1, 1], 129, 6)])
+    ([2], 130, 6), ([15], 143, 6), ([2, 2], 130, 4), ([2, 15], 143, 4), ([1], 129, 6), ([1, 1], 129, 6),
+    ([1, 15], 129, 6), ([1, 2], 129, 6), ([15, 1], 143, 6), ([1, 15, 1, 15], 143, 4)])
 def test_one_signal_finishes_the_step_and_two_stop_at_once(numbers, code, step, text, tmp_path, monkeypatch):
     """Ctrl-C must lose no step; who presses it twice will not wait. It may have ended `2>&1 | tee`, and the pipe. A
-    closed terminal sends SIGHUP, often twice, and cannot be written to; under nohup it is ignored."""
+    closed terminal sends SIGHUP, often twice or with SIGTERM, and cannot be written to; nohup ignores it."""
     before = signal.getsignal(signal.SIGINT)
     signal_in(monkeypatch, 6, *numbers)
     monkeypatch.setattr(os, "write", Closed().write)
@@ -2037,8 +2073,9 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(copy, text, capsys):
         torch.save(ckpt | change, copy / "best.pt")
         for main, *argv in (sample.main, "--ckpt"), (eval.main, "--ckpt"), (train.main, "--data", text, "--init"):
             assert word in refused(capsys, main, *argv, copy)
-    torch.save({k: a for k, a in ckpt.items() if k != "tokenizer"}, copy / "best.pt")
-    assert "episodic.py" in refused(capsys, sample.main, "--ckpt", copy)
+    for key in "step", "model", "data", "preset", "seconds", "tokenizer":
+        torch.save({k: a for k, a in ckpt.items() if k != key}, copy / "best.pt")
+        assert dict(tokenizer="episodic.py").get(key, f"without {key}") in refused(capsys, sample.main, "--ckpt", copy)
 
 
 @pytest.mark.parametrize("fault, code, word", [
@@ -2113,6 +2150,8 @@ def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "PROCESSES", 1)                # RANK=1 python train.py, which trained on nothing
     monkeypatch.setattr(train, "RANK", 1)
     assert "torchrun" in refused(capsys, train.main, *argv)
+    monkeypatch.setenv("RANK", "x")
+    assert "torchrun" in refused(capsys, runpy.run_path(train.__file__)["main"], *argv)
 
 
 def test_without_a_compiler_and_with_remat_the_run_is_the_same(text, trained, tmp_path, monkeypatch, capsys):
@@ -2180,6 +2219,24 @@ def test_a_text_goes_on_from_a_saved_state(trained, tmp_path, capsys):
     (other / "best.pt").unlink()
     torch.save(saved(other) | {"seconds": 0.0}, other / "ckpt.pt")
     assert "--save-state" in refused(capsys, sample.main, "--ckpt", other, "--load-state", one)
+
+
+def test_a_state_is_kept_whatever_was_read(trained, tmp_path, capsys, monkeypatch):
+    """Catches: a newline after a single letter; a state that reading nothing changes; one that is lost, for `| head`
+    has seen enough; a book on the screen."""
+    one, two, greedy = tmp_path / "one", tmp_path / "two", ("--temperature", 0, "--tokens", 12)
+    for prompt in "", "t", "to":
+        assert speak(capsys, trained, "--prompt", prompt, "--tokens", 0, "--save-state", one) == ""
+        speak(capsys, trained, "--load-state", one, "--save-state", two, "--tokens", 0)
+        want = speak(capsys, trained, "--prompt", prompt, *greedy)[len(prompt):]
+        assert all(speak(capsys, trained, "--load-state", path, *greedy) == want for path in (one, two))
+        assert same(*(torch.load(path, weights_only=True)[2] for path in (one, two)))
+    speak(capsys, trained, "--prompt", "to", *greedy, "--save-state", one)
+    monkeypatch.setattr(sys, "stdout", Closed())
+    argv = ["--ckpt", trained, "--device", "cpu", "--prompt", "to", *greedy, "--save-state", two]
+    assert sample.main(list(map(str, argv))) == 0
+    a, b = (torch.load(path, weights_only=True) for path in (one, two))
+    assert a[2] == b[2] and same(tensors(a[1]), tensors(b[1]))
 
 
 def test_curves(tmp_path, capsys, monkeypatch):

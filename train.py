@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from argparse import SUPPRESS
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from itertools import count
@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, locked, native_bfloat16, need,
-                    opt, pick_dtype, plot, replacing, say, setup)
-from data import TOKENIZERS, Tokenizer, batch, documents, encode_prompt, make_tokenizer, read, streams, windows
+from common import (HANGUP, Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, handling, locked,
+                    native_bfloat16, need, opt, pick_dtype, plot, replacing, say, setup)
+from data import BORDER, TOKENIZERS, Tokenizer, batch, documents, encode_prompt, make_tokenizer, read, streams, windows
 from models import LM, PRESETS, SIZES, Config, Memory, holds_all, probe, sized
 from muon import make_optimizers
 from wiring import set_floor
 
-RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))     # torchrun sets these
+RANK, PROCESSES = (int(n) if n.isdecimal() else -1 for n in map(os.environ.get, ("RANK", "WORLD_SIZE"), "01"))
 FORMAT = 4                                                    # of checkpoints
 SAMPLE = 200                                                  # tokens of the sample at the end
 
@@ -127,8 +127,9 @@ def settings(given, old=None):
     config = Config(**(network | flags(Config)))
     if tc.telemetry and (config.attention or config.shard):
         raise UserError(f"--telemetry: {tc.model} has no memory, or one in shards; drop the flag")
-    if tc.documents and (config.wiring != "lmm" and config.persistent or config.forget == "zero"):
-        raise UserError("--documents needs --forget start and, with --wiring, --persistent 0")
+    needs = {"--forget start": config.forget == "zero", "--persistent 0": config.wiring != "lmm" and config.persistent}
+    if tc.documents and any(needs.values()):
+        raise UserError(f"--documents needs {' and '.join(need for need, lacks in needs.items() if lacks)}")
     if tc.grad_accum % PROCESSES:
         raise UserError(f"--grad-accum {tc.grad_accum} is no multiple of the number of processes, {PROCESSES}")
     if not resume and "warmup" not in given:
@@ -147,7 +148,7 @@ class Task:
         self.tc, self.device, self.dtype, self.seen = tc, device, dtype, 0       # seen: tokens so far
 
     def begin(self, model):
-        """Change the starting values of a new model."""
+        """Change the starting values of a new model, or say what a new run is about to cost."""
 
     def loss(self, model, number):
         pinned = (lambda a: a.pin_memory()) if self.device.type == "cuda" else (lambda a: a)     # else a copy waits
@@ -177,7 +178,8 @@ class Text(Task):
         self.tokenizer, self.splits = tokenizer, corpus.splits(tokenizer, tc.seq_len)
         self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), tokenizer.vocab_size
         self.saved = dict(tokenizer=tokenizer.state)
-        if tc.documents and tokenizer.end is None:
+        several = [part.tokens or BORDER in part.text for part in (corpus, *(part for _, part in corpus.mix))]
+        if tc.documents and (tokenizer.end is None or not any(several)):
             raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder or token files")
         self.columns = ["val", *(f"memory/{name}" for name in self.probed if tc.telemetry)]
         self.about = (f"{len(self.splits[0]):,} tokens to train, {len(self.splits[1]):,} to validate, "
@@ -378,19 +380,16 @@ def train(model, optimizers, run, task):
 @contextmanager
 def noted_signals():
     """Yield a list to which Ctrl-C, SIGTERM and SIGHUP are added; a second of the first two stops at once."""
-    noted, hangup = [], getattr(signal, "SIGHUP", signal.SIGTERM)         # Windows has none
+    noted = []
 
     def note(number, frame):
-        # torchrun passes on a Ctrl-C that all have had already, and a closed terminal hangs up twice
-        if noted and PROCESSES == 1 and number != hangup:
+        # torchrun passes on a Ctrl-C that all have had already; a closed terminal hangs up twice, and sends SIGTERM
+        if {*noted} - {HANGUP} and PROCESSES == 1 and number != HANGUP:
             raise KeyboardInterrupt(number)
         noted.append(number)
         with suppress(OSError):                               # the same Ctrl-C may have ended `2>&1 | tee log`
             os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")
-    with ExitStack() as restore:
-        for number in {signal.SIGINT, signal.SIGTERM, hangup}:
-            if number != hangup or signal.getsignal(number) != signal.SIG_IGN:         # nohup ignores it
-                restore.callback(signal.signal, number, signal.signal(number, note))
+    with handling(note, signal.SIGINT, signal.SIGTERM, HANGUP):
         yield noted
 
 
@@ -454,6 +453,8 @@ def load_checkpoint(path, text=True):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if ckpt["format"] != FORMAT or text and "tokenizer" not in ckpt:
             raise ValueError("a run of episodic.py" if ckpt["format"] == FORMAT else "of another format")
+        if lacks := {"step", "seconds", "model", "data", "preset"} - ckpt.keys():
+            raise ValueError(f"without {', '.join(sorted(lacks))}")
         for cls, values in ((Config, ckpt["config"]), (TrainConfig, ckpt["train"]))[: 1 + text]:
             cls(**values)                                     # TypeError for a field that it lacks
     except Exception as fault:                                # its type depends on what the file is
@@ -502,7 +503,7 @@ def compile_model(model, task):
 def launch(given, settings=settings, make_task=Text, text=True):
     """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
     if not 0 <= RANK < PROCESSES or PROCESSES > 1 and not (text and "MASTER_PORT" in os.environ):
-        raise UserError(f"RANK {RANK}, WORLD_SIZE {PROCESSES}: torchrun sets these, only for train.py; unset them")
+        raise UserError("RANK and WORLD_SIZE are set: only torchrun sets these, and only for train.py; unset them")
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
     resume = given.get("resume")
@@ -527,9 +528,8 @@ def launch(given, settings=settings, make_task=Text, text=True):
     torch.manual_seed(tc.seed)
     config.vocab_size = task.vocab_size
     model = rebuild(old, config)[0] if old else LM(config)
-    with torch.no_grad():
-        if not old:
-            task.begin(model)
+    if not resume:
+        torch.no_grad()(task.begin)(model)
     model.to(device).train().remat = tc.remat
     run = dict(step=0, best=math.inf, seconds=0.0, start=None, wandb=None)
     run = {key: old.get(key) if resume else value for key, value in run.items()}
