@@ -34,8 +34,7 @@ def until(stop, pieces):
 
 
 def load_state(path, origin=None, model=None):
-    """Return the state and the ids after it from a file of --save-state. Raises UserError for another file, also one
-    of another checkpoint where `origin` tells this one's."""
+    """Return the state and the ids after it from a file of --save-state. Raises UserError where it is none of origin."""
     try:
         made_by, packed, ids = torch.load(path, map_location="cpu", weights_only=True)
         if origin and made_by != origin:
