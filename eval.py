@@ -164,7 +164,8 @@ def show(args, kept, lines, x, y="error |M(k) - v|² / |v|²", log="x"):
 
 
 # ---- the rule by itself
-PLAIN = dict(n_head=1, head_dim=32, features="none", chunk=1, muon_every=1, ns_steps=5, max_norm=0.0)
+PLAIN = dict(n_head=1, head_dim=32, features="none", chunk=1, muon_every=1, ns_steps=5, ns_coefficients="muon",
+             max_norm=0.0)
 STEPS, MOMENTUM = torch.logspace(-3, 1.5, 25), 0.9       # constant inner steps that are tried, the constant momentum
 
 

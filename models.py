@@ -136,8 +136,9 @@ PRESETS = {
 
 # Sizes, which a preset overrides. `tiny` is Config itself: its memory is a matrix, which on a laptop learns more in the
 # same time than the paper's MLP (results/README.md). From 170m on the shapes are the paper's Table 7. Wide
-# heads have too many monomials, so phi is a sketch of 1 + D + 255 features there: GPUs like multiples of 16.
-_large = dict(memory="mlp", head_dim=0, expansion=4, features="sketch", sketch_dim=255)
+# heads have too many monomials, so phi is a sketch of 1 + D + 79 features there: GPUs like multiples of 16. Chunks are
+# long there: with the preset's 32 and 8 tokens a step of 170m would keep 195 GiB a layer.
+_large = dict(memory="mlp", head_dim=0, expansion=2, features="sketch", sketch_dim=79, chunk=512, muon_every=512)
 SIZES = {
     "tiny": dict(),
     "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1),
@@ -152,12 +153,19 @@ SIZES = {
 }
 
 
+def sized(preset, size):
+    """Return the fields of Config that a size and a preset set. The preset wins, except for the chunks of large sizes,
+    which a GPU needs."""
+    chunks = {name: SIZES[size][name] for name in ("chunk", "muon_every") if name in SIZES[size]}
+    return SIZES[size] | PRESETS[preset] | chunks
+
+
 def configure(preset="atlas", size="tiny", **overrides):
-    """Return the Config of a preset: Config's defaults < size < preset < `overrides` (fields of Config)."""
+    """Return the Config of a preset: Config's defaults < `sized` < `overrides` (fields of Config)."""
     for name, known in ((preset, PRESETS), (size, SIZES)):
         if name not in known:
             raise UserError(f"unknown model or size {name!r}; choose one of {', '.join(known)}")
-    return Config(**{**SIZES[size], **PRESETS[preset], **overrides})
+    return Config(**sized(preset, size) | overrides)
 
 
 def build(preset="atlas", size="tiny", **overrides):
@@ -276,12 +284,12 @@ class Memory(nn.Module):
         check_input(self, x, state, mask, reset)
         state = state or self.start(x)
         if reset is not None:
-            inside = (torch.arange(x.shape[1], device=x.device) + state.fast.pos) % (c.shard or c.chunk) > 0
-            if c.forget == "zero" or (reset & inside).any():
+            mid_chunk = (torch.arange(x.shape[1], device=x.device) + state.fast.pos) % (c.shard or c.chunk) > 0
+            if c.forget == "zero" or (reset & mid_chunk).any():
                 raise ValueError("reset needs forget='start', and stands where a chunk (with shards: a shard) begins")
         doc, pairs = numbered(x, mask, reset, state.seen, c.window - 1)
         q, k, v, gates, tail = self.project(x, state, doc, pairs)
-        if doc is not None:                                   # shards sum up k k^T
+        if doc is not None:                                   # shards add up k k^T, so masked k must be 0
             k, gates = k * (pairs[:, None, -x.shape[1]:, None] >= 0), masked(gates, doc, pairs, reset)
         with nullcontext() if x.device.type in self.autocast_on else without_autocast(x):
             learn = partial(shards.shards, c.shard) if c.shard else omega.omega
@@ -296,9 +304,9 @@ class Memory(nn.Module):
         if doc is not None:
             here, docs = pairs[:, -x.shape[1]:, None] >= 0, F.pad(doc, (n, 0))
             qkv, same = qkv * here, docs.unfold(1, n + 1, 1) == doc[..., None]
-        seen = torch.cat([before, qkv], 1)
-        tail = seen[:, -n:].clone() if doc is None else seen[:, -n:] * (docs[:, -n:] == doc[:, -1:])[..., None]
-        qkv = F.silu(qkv) if self.conv is None else short_conv(seen, self.conv, same)
+        inputs = torch.cat([before, qkv], 1)
+        tail = inputs[:, -n:].clone() if doc is None else inputs[:, -n:] * (docs[:, -n:] == doc[:, -1:])[..., None]
+        qkv = F.silu(qkv) if self.conv is None else short_conv(inputs, self.conv, same)
         q, k, v = (heads(a, self.config.n_head) for a in qkv.chunk(3, -1))
         with without_autocast(x):
             return unit(q), unit(k), at_least_float32(v), self.make_gates(x), tail                # choice 8
@@ -398,9 +406,10 @@ class LM(nn.Module):
         """Read tokens (B, T), an earlier state or None -> logits (B, T, vocab_size), state after the last token.
         Any split of a sequence over calls gives the logits of the whole. ValueError if tokens or state do not fit.
 
-        mask (B, T) bool, False at padding: there nothing is written, forgotten or looked at. Chunks and blocks go on
-        through padding, for all rows alike: a block that ends there writes what waits in it. reset (B, T) bool: True
-        where a row begins a new text, with a new memory, at the first token of a chunk (`Memory.forward`)."""
+        mask (B, T) bool, False at padding: such tokens write nothing, forget nothing, and no token looks at them.
+        Chunks and blocks are those of the batch. One that ends in padding ends there, and a block then writes the steps
+        of the real tokens before. reset (B, T) bool: True where a row begins a new text, with a new memory, at the
+        first token of a chunk (`Memory.forward`)."""
         x = self.embed(tokens)
         if state and not tokens.numel():                      # an empty piece
             return self.head(x), state
@@ -490,7 +499,7 @@ def map_state(f, state, of_M0=lambda a, names, i: a):
     def each(path, a):
         names = [getattr(key, "name", None) for key in path]
         return of_M0(a, names, path[-1].idx) if "M0" in names else f(a) if isinstance(a, torch.Tensor) else a
-    f = cache(f)                                              # where a chunk begins the anchor is W, and remains it
+    f = cache(f)                                              # at a chunk boundary anchor and W are the same tensors
     return tree_map_with_path(each, state)
 
 

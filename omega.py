@@ -16,8 +16,8 @@ the outer product x_i^T d_i: x_i enters the matrix, and d_i is dl/d(what leaves 
 
 W_0 and S_0 are those before the chunk. G, P and the other coefficients depend on the gates alone: `mixing` finds them
 by running the rule on coefficients. momprod_t and keepprod_t are the products of momentum and keep up to t, and u_t is
-the weight of S_0 in W_t. Reading needs no W_t. All r_t, what the query of token t brings to W (the rows of R), are read
-at once by attention without a softmax: its scores are R X^T times P (X, D: the rows x_i, d_i; o: elementwise):
+the weight of S_0 in W_t. Reading needs no W_t. Let r_t be the row that token t multiplies by W, and let R, X and D hold
+the rows r_t, x_i and d_i. All tokens are read at once, by attention whose weights are P o R X^T (o: elementwise):
 
     r_t W_t = keepprod_t (r_t W_0) + u_t (r_t S_0) + ((P o R X^T) D)_t
 
@@ -25,13 +25,14 @@ With Newton-Schulz, each block of m = muon_every tokens makes one update of W, a
 ends a block, too. Until then plain steps wait in U, and queries read them there (choice 15; m = 1 is the paper):
 
     U_t = keep_t U_{t-1} + step_t S_t,   due_t = keep_t due_{t-1} + step_t          both begin at 0 in each block
-    W_t = keep_t W_{t-1},   and at the last token of a block W_t = keep_t W_{t-1} - due_t NS(U_t), U_t = 0     Eq 32
-    y_t = M(phi(q_t); W_t - U_t)
+    W_t = keep_t W_{t-1},   and at the last token of a block W_t = keep_t W_{t-1} - due_t NS(U_t)        Eq 32
+    y_t = M(phi(q_t); W_t - U_t)                              after a block's update U_t and due_t become 0
 
 Then r_t W_t = keepprod_t (r_t W_0) + sum_j C[t, j] (r_t O_j). O_j is NS(U) of block j, and C[t, j] is -due of block j
 times the keeps since. -U_t is the W_t of the rule without Newton-Schulz, begun from 0 in each block: `pending`.
 
-With forget = "zero" keep decays W, as printed; with "start" it decays W - M0 (choice 21). Symbols: memory.py.
+With forget = "zero" keep decays W, as printed; with "start" it decays W - M0 (choice 21). Then the code stores W - M0,
+as the anchor, too, and adds M0 where W is used. Symbols: memory.py.
 """
 import sys
 from itertools import repeat
@@ -74,7 +75,8 @@ class Gates(NamedTuple):
     step: torch.Tensor                    # (B, H, T)
     momentum: torch.Tensor | None         # (B, H, T) in [0, 1); None: no momentum
     gate: torch.Tensor                    # (B, H, T, window); [..., -1] weighs the token itself
-    reset: torch.Tensor | None = None     # (B, H, T) bool, at first tokens of chunks: W - M0 and S become 0 before it
+    reset: torch.Tensor | None = None     # (B, H, T) bool, True only at first tokens of chunks: W - M0 and S become
+                                          # 0 before it. The gates must hide the pairs before (models.masked)
 
 
 class State(NamedTuple):
@@ -129,7 +131,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         NS = lambda S: newton_schulz_ref(S, rule.ns_steps, rule.ns_coefficients)
         ys = []
         for t in range(len(q)):
-            if len(reset):                                                       # W is counted from M0
+            if len(reset):
                 W, S = (tuple(a.where(~reset[t], 0) for a in these) for these in (W, S))
             if (pos + t) % rule.chunk == 0:
                 anchor = W                                                       # Eq 16; Eq 15 where chunk = 1
@@ -144,8 +146,8 @@ def omega_ref(rule, phi, q, k, v, gates, state):
                 if (pos + t + 1) % rule.chunk % rule.muon_every == 0:            # the block ends
                     W = tuple(w - due * NS(u) for w, u in zip(W, U))             # Eq 32, 40, if muon_every = 1
                     U, due = tuple(torch.zeros_like(u) for u in U), 0 * due
-            waiting = tuple(w - u for w, u in zip(W, U)) if rule.muon_every else W               # choice 15
-            ys.append(M(waiting, xq[t], q[t]))                                   # choice 3: read after write
+            current = tuple(w - u for w, u in zip(W, U)) if rule.muon_every else W               # choice 15
+            ys.append(M(current, xq[t], q[t]))                                   # choice 3: read after write
             if (pos + t + 1) % rule.chunk == 0:
                 W = tuple(rule.bound(W))                                         # choice 22
         return torch.stack(ys), W, S if len(momentum) else (), anchor, U, due
@@ -181,10 +183,11 @@ def recur(decay, rows):
 
 
 def decays(decay):
-    """Return the products decay_{s+1} .. decay_t, (.., c) -> (.., c, c), 1 where s = t and 0 where s > t."""
+    """Return the products decay_{s+1} .. decay_t, (.., c) -> (.., c, c), 1 where s = t and 0 where s > t. A decay of 0
+    counts as the smallest normal number, and in float32 long sums of logarithms leave a relative error of 1e-5."""
     sums = decay.clamp_min(torch.finfo(decay.dtype).tiny).log().cumsum(-1)
-    seen = torch.ones(*sums.shape[-1:] * 2, dtype=torch.bool, device=decay.device).tril()
-    return (sums[..., None] - sums[..., None, :]).where(seen, -torch.inf).exp()
+    causal = torch.ones(*sums.shape[-1:] * 2, dtype=torch.bool, device=decay.device).tril()
+    return (sums[..., None] - sums[..., None, :]).where(causal, -torch.inf).exp()
 
 
 def recur_back(decay, rows):
@@ -200,7 +203,7 @@ def products(decay):
 
 def band(gate):
     """Return the weighted window mask of section 3.3, (.., c, w) -> (.., c, w - 1 + c): gate[t] from column t on."""
-    *lead, c, w = gate.shape                                  # rows of w + c, cut anew to w - 1 + c: each moves one on
+    *lead, c, w = gate.shape                                  # rows of w + c, joined, then cut into rows of one less
     return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
@@ -244,7 +247,7 @@ def muon_mixing(gates, m, begun, closes, due):
         U_2                        a4 e3      e4           W_2       a2 a1         -due_1
                          in_U                              W_3      a3 a2 a1      -a3 due_1
                                                            W_4     a4 a3 a2 a1   -a4 a3 due_1  -due_2
-        due_1 = a2 e1 + e2,  due_2 = a4 e3 + e4                               coef
+        due_1 = a2 e1 + e2,  due_2 = a4 e3 + e4                               coef      U_j, due_j, O_j: of block j
 
     `begun` tokens of the first block came in an earlier call, and left `due` (.., 1, 1). `closes`: the chunk ends here,
     and so does its last block, whatever its length. -> in_U (.., blocks, n), the coefficients of each x_i^T d_i in U_j
@@ -276,9 +279,9 @@ def pending(gates, m, begun, closes):
     S_0, (.., c, 1) each. All are 0 where a block ends. begun and closes as in muon_mixing."""
     c = gates.keep.shape[-1]
     token = torch.arange(begun, begun + c, device=gates.keep.device)
-    waits = ((token % m < m - 1) & (token < begun + c - closes))[:, None]
+    inside = ((token % m < m - 1) & (token < begun + c - closes))[:, None]       # before its block's last token
     P, (old, *S), *_ = mixing(gates._replace(keep=gates.keep * (token % m > 0)))
-    return P * waits, [a * waits for a in (-old, *S)]
+    return P * inside, [a * inside for a in (-old, *S)]
 
 
 # ---- one chunk learns; then all tokens are read
@@ -288,7 +291,7 @@ class Chunks(NamedTuple):
     xk: torch.Tensor                      # (N, chunks, n, E) phi(k), the memory's input at the anchor
     x: torch.Tensor                       # (N, chunks, n, E) what is written: phi(k) again; one-hot with `exp` features
     v: torch.Tensor                       # (N, chunks, n, D) what the last matrix should produce
-    qk: torch.Tensor | None               # (N, chunks, c, n) phi(q) phi(k)^T; None where nothing waits
+    qk: torch.Tensor | None               # (N, chunks, c, n) phi(q) phi(k)^T; None with muon_every = 1
 
     def each(self):
         """Iterate over the chunks: a Chunks of tensors (N, ..) for each."""
@@ -311,7 +314,7 @@ class Fast(NamedTuple):
 
 
 def features(rule, phi, q, k):
-    """Return phi(q), phi(k), phi(q) phi(k)^T. With muon_every = 1 nothing waits, and None stands for the last."""
+    """Return phi(q), phi(k), phi(q) phi(k)^T, or None with muon_every = 1: then no pair is read directly."""
     device, cast = q.device.type, lambda x: x
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         cast = lambda x: x.to(torch.get_autocast_dtype(device))
@@ -371,9 +374,10 @@ def muon_learn(rule, chunk, in_U, old_in_U, coef, fast):
 def read(rule, xq, M0, bases, coef, written=None):
     """Read all tokens, each at its own W_t, layer by layer: phi(q) (K, c, E) of K chunks -> (K, c, D).
 
-        r_t W_t = r_t M0 + sum_j coef[j]_t (r_t bases[j]) + ((P o R X^T) D)_t
+        r_t (W_t - U_t) = r_t M0 + sum_j coef[j]_t (r_t bases[j]) + ((P o R X^T) D)_t
 
-    bases: for each matrix W_0 and S_0, or W_0, O_1, O_2, .., U_0 and S_0, (K, in, out) each. coef: (K, c, 1) each.
+    bases: for each matrix W_0 and S_0, or with Newton-Schulz W_0, O_1, O_2, .. and, if there are any, U_0 and S_0,
+    (K, in, out) each. coef: (K, c, 1) each.
     written: P (K, c, n), phi(q) phi(k)^T, and of each matrix x (None where phi(k) enters) and d; or None.
     """
     def of_matrix(i, rows):
@@ -405,13 +409,13 @@ def flat(a):
     return a.flatten(0, 1)
 
 
-def first_tokens(reset):
-    """Return an iterator over the chunks of reset (N, chunks, c): (N,) of each chunk's first token, or None."""
+def resets(reset):
+    """Return for each chunk which sequences (N,) begin anew with it, or None: reset (N, chunks, c) or None."""
     return repeat(None) if reset is None else iter(reset[..., 0].unbind(1))
 
 
-def entering(rule, found):
-    """Return x and d of each matrix, with None for the x that are phi(k)."""
+def without_keys(rule, found):
+    """Return x and d of each matrix, without the x of the first ones: their products with phi(q) are Chunks.qk."""
     return [(None if i < memory.firsts(rule.memory) else x, d) for i, (x, d) in enumerate(found)]
 
 
@@ -419,12 +423,12 @@ def plain_run(rule, chunks, gates, fast):
     """Learn from chunks without Newton-Schulz, one after the other -> bases, coef and written of `read`, fast."""
     bases, learned = [], []
     P, coef, rows, ends = mixing(gates)
-    for chunk, reset, *last in zip(chunks.each(), first_tokens(gates.reset), rows.unbind(1), ends.unbind(1)):
+    for chunk, reset, *last in zip(chunks.each(), resets(gates.reset), rows.unbind(1), ends.unbind(1)):
         fast = fast.renew(reset)
         bases.append([*zip(fast.W, fast.S)] if fast.S else [*zip(fast.W)])
         W, S, found = learn(rule, chunk, *last, fast)
         fast = fast._replace(W=W, S=S)
-        learned.append(entering(rule, found))
+        learned.append(without_keys(rule, found))
     written = flat(P), flat(chunks.qk), by_matrix(learned)
     return (by_matrix(bases), [flat(a) for a in coef], written), fast
 
@@ -435,12 +439,12 @@ def muon_run(rule, chunks, gates, fast, begun, closes):
     with without_autocast(gates.keep):
         in_U, old_in_U, coef, due = muon_mixing(gates, m, begun, closes, fast.due)
     parts = in_U.unbind(1), old_in_U.unbind(1), coef.unbind(1)
-    for chunk, reset, *made in zip(chunks.each(), first_tokens(gates.reset), *parts):
+    for chunk, reset, *made in zip(chunks.each(), resets(gates.reset), *parts):
         fast = fast.renew(reset)
-        waited = [old for old in (fast.U, fast.S) if old and m > 1]
+        more = [old for old in (fast.U, fast.S) if old and m > 1]
         W, S, U, O, found = muon_learn(rule, chunk, *made, fast)
-        bases.append([(w, *o, *more) for w, o, *more in zip(fast.W, O, *waited)])
-        learned.append(entering(rule, found))
+        bases.append([(w, *o, *us) for w, o, *us in zip(fast.W, O, *more)])
+        learned.append(without_keys(rule, found))
         fast = fast._replace(W=W, S=S)
     due, coef = due[:, -1:], [*flat(coef).split(1, -1)]
     if m > 1:
@@ -525,8 +529,8 @@ def advance(rule, phi, count, q, k, v, gates, state):
 
 
 def with_past(rule, state, k, v, gate):
-    """Return the earlier pairs and k, v in a row, a gate for all of them, and the k, v to carry on. Missing pairs, from
-    before the text, are zeros of weight 0. So are `idle` ones: a multiple of 8 columns is faster."""
+    """Return the earlier pairs and k, v in a row, a gate for all of them, and the k, v to carry on. Zeros of
+    weight 0 stand for pairs before the text, and `idle` ones pad their number to a multiple of 8, which is faster."""
     idle, T = -(rule.window - 1) % 8, k.shape[2]
     missing = idle + rule.window - 1 - state.k.shape[2]
     ks, vs = (torch.cat([F.pad(old, (0, 0, missing, 0)), new], 2) for old, new in ((state.k, k), (state.v, v)))

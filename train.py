@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, locked, native_bfloat16, need,
                     noted_signals, opt, pick_dtype, plot, replacing, say, setup)
 from data import BORDER, TOKENIZERS, Tokenizer, batch, documents, encode_prompt, make_tokenizer, read, streams, windows
-from models import LM, PRESETS, SIZES, Config, holds_all, probe
+from models import LM, PRESETS, SIZES, Config, Memory, holds_all, probe, sized
 from muon import make_optimizers
 from wiring import set_floor
 
@@ -71,6 +71,7 @@ class TrainConfig:
     tensorboard: bool = opt(False, "log to TensorBoard files in --out, too")
     log_every: int = opt(10, "steps between log lines", low=1)
     device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", choices=("auto", "cpu", "cuda", "mps"))
+    memory_dtype: str = opt("auto", "products of the memory; auto: as --dtype on CUDA", choices=("auto", "float32"))
     dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32", choices=("auto", "float32", "bfloat16"))
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
     remat: bool = opt(False, "compute each block again in backward: less memory, a third more time")
@@ -119,7 +120,7 @@ def settings(given, old=None):
     if size == "auto":
         size = "baby" if given.get("device") != "cpu" and torch.cuda.is_available() else "tiny"
     kept = {name: was[name] for name in (was.keys() - LAUNCH if resume else KEPT & was.keys())}
-    network = old["config"] if old else SIZES[size] | PRESETS[given.get("model", TrainConfig.model)]
+    network = old["config"] if old else sized(given.get("model", TrainConfig.model), size)
     flags = lambda cls: {f.name: given[f.name] for f in fields(cls) if f.name in given}
     tc = TrainConfig(**(TRAIN_SIZES[size] | kept | flags(TrainConfig) | {"size": size}))
     config = Config(**(network | flags(Config)))
@@ -149,7 +150,9 @@ class Task:
         """Change the starting values of a new model, or say what a new run is about to cost."""
 
     def loss(self, model, number):
-        x, y, *marks = (a.to(self.device) for a in self.draw(number, model.config.period()))
+        pinned = (lambda a: a.pin_memory()) if self.device.type == "cuda" else (lambda a: a)     # else a copy waits
+        drawn = map(pinned, self.draw(number, model.config.period()))
+        x, y, *marks = (a.to(self.device, non_blocking=True) for a in drawn)
         self.seen += x.numel()
         with autocast(self.device, self.dtype):
             return model.loss(x, y, *marks)
@@ -281,21 +284,29 @@ def lr_scale(step, tc):
     return min((step + 1) / max(tc.warmup, 1), 1 - step / tc.steps)
 
 
+def check_finite(step, loss, norm):
+    """Raise Halt if the loss or the gradient norm of a step is not finite."""
+    if not math.isfinite(float(loss + norm)):
+        raise Halt(f"step {step}: loss {float(loss)}, gradient norm {float(norm)}; stopped, saved files are intact; "
+                   f"lower {'--lr or --outer-muon-lr' if step > 1 else '--max-step'}")
+
+
 def train_step(model, optimizers, task, step):
-    """Take outer step `step`, from 0 -> loss, gradient norm. Raises Halt before the update if one is not finite."""
+    """Take outer step `step`, from 0 -> loss, gradient norm, two tensors. On a CPU it raises Halt before the update if
+    one is not finite. A GPU would have to wait for that, so `train` asks a step later, before anything is saved."""
     tc, loss = task.tc, 0.0
     for i in range(RANK, tc.grad_accum, PROCESSES):
         share = task.loss(model, step * tc.grad_accum + i) / tc.grad_accum
         share.backward()
         loss = loss + share.detach()
-    if PROCESSES > 1:
-        for a in (loss, *(p.grad for p in model.parameters() if p.grad is not None)):
-            dist.all_reduce(a)
+    if PROCESSES > 1:                                         # in one message: hundreds of small ones take longer
+        parts = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
+        dist.all_reduce(together := torch.cat([a.flatten() for a in parts]))
+        for a, summed in zip(parts, together.split([a.numel() for a in parts])):
+            a.copy_(summed.view_as(a))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip or math.inf)
-    loss, norm = float(loss), float(norm)
-    if not math.isfinite(loss + norm):
-        raise Halt(f"step {step + 1}: loss {loss}, gradient norm {norm}; stopped before the update, saved files are "
-                   f"intact; lower {'--lr or --outer-muon-lr' if step else '--max-step'}")
+    if task.device.type == "cpu":
+        check_finite(step + 1, loss, norm)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = optimizer.defaults["lr"] * group.get("times", 1.0) * lr_scale(step, tc)
@@ -319,28 +330,41 @@ def train(model, optimizers, run, task):
         set_floor(model, 0.0)
         run["start"], words = validate(model, task)
         say(f"step {0:5d}/{tc.steps}{words}")
-    began = time.perf_counter() - run["seconds"]
+    tick, seen, before = time.perf_counter(), task.seen, None
+    began = tick - run["seconds"]
     with noted_signals("finishing this step, then saving", PROCESSES == 1) as noted:
         for step in range(run["step"] + 1, tc.steps + 1):
-            tick, seen, last = time.perf_counter(), task.seen, step == tc.steps
+            last, due = step == tc.steps, step % tc.eval_every == 0
             torch.manual_seed(tc.seed + RANK + step * PROCESSES)     # of dropout: a function of (seed, step, process)
             set_floor(model, (step - 1) / tc.steps)
             loss, norm = train_step(model, optimizers, task, step - 1)
-            speed = (task.seen - seen) * PROCESSES / (time.perf_counter() - tick)
+            if before:
+                check_finite(step - 1, *before)
+            before = loss, norm
             if out and not logs:                              # only now that a step has worked are older files touched
                 logs = open_logs(out, run, COLUMNS + task.columns)
-            found, words = validate(model, task) if last or step % tc.eval_every == 0 else ({}, "")
+            logged, found, words = last or due or step == 1 or step % tc.log_every == 0, {}, ""
+            if logged:                                        # only here a GPU has to catch up
+                check_finite(step, loss, norm)
+                loss, norm = float(loss), float(norm)
+                speed = (task.seen - seen) * PROCESSES / (time.perf_counter() - tick)
+            if (last or due) and not RANK:
+                found, words = validate(model, task)
             run.update(step=step, seconds=time.perf_counter() - began, end=found)
-            if found or last or step == 1 or step % tc.log_every == 0:
+            if logged:
                 rate, eta = tc.lr * lr_scale(step - 1, tc), (tc.steps - step) * run["seconds"] / step
                 say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  grad norm {norm:.2f}  lr {rate:.2e}  "
                     f"{speed:,.0f} tokens/s  eta {timedelta(seconds=int(eta))}{words}")
                 row = dict(zip(COLUMNS, (step, loss, norm, rate, speed, run["seconds"]))) | found
                 for log in logs:
                     log({name: float(f"{a:.6g}") if isinstance(a, float) else a for name, a in row.items()})
-            number = torch.tensor(noted[0] if noted else 0, device=task.device)
-            if PROCESSES > 1:                                 # all stop, whichever has had the signal
-                dist.all_reduce(number, dist.ReduceOp.MAX)
+                tick, seen = time.perf_counter(), task.seen
+            number = noted[0] if noted and (logged or PROCESSES == 1) else 0
+            if PROCESSES > 1 and logged:                      # all stop, whichever has had the signal
+                dist.all_reduce(most := torch.tensor(number, device=task.device), dist.ReduceOp.MAX)
+                number = int(most)
+            if number:
+                check_finite(step, loss, norm)
             if out and found.get("val", math.inf) < run["best"]:     # never true of nan
                 run["best"] = found["val"]
                 save_checkpoint(out / "best.pt", run, model, optimizers)
@@ -439,7 +463,7 @@ def parse(argv=None):
     """Return a dict of the flags that were given."""
     parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "
                     "--model (models.PRESETS), and that over --size (models.SIZES, TRAIN_SIZES).")
-    presets = TRAIN_SIZES["tiny"] | SIZES["tiny"] | PRESETS[TrainConfig.model]
+    presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
     how = dict(nargs="+", metavar="OUT", default=SUPPRESS, help="draw curves.png, with --telemetry share.png, of runs")
@@ -478,6 +502,7 @@ def launch(given, settings=settings, make_task=Text, text=True):
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     dtype = pick_dtype(tc.dtype, device)
+    Memory.autocast_on = ("cuda",) if tc.memory_dtype == "auto" else ()
     tc.compile = given.get("compile", device.type == "cuda")
     task = make_task(tc, device, dtype, old)
     if resume and task.data["sha256"] != old["data"]["sha256"]:

@@ -60,7 +60,7 @@ def check_state(layer, state, batch=None):
         raise ValueError(f"a layer takes a state of its own, not a {type(state).__name__}")
     if batch and None in getattr(getattr(getattr(state, "memory", state), "fast", None), "M0", ()):
         raise ValueError("the state is packed; give models.unpack(model, state)")
-    n = len(getattr(state, "memory", state)[1])               # of a convolution, or of v
+    n = len(getattr(state, "memory", state)[1])               # the batch: conv of a MemoryState, v of an AttentionState
     here, there = vars(layer.config) | dict(batch=batch or n), vars(state.config) | dict(batch=n)
     differ = [f"its {name} is {there[name]}, not {here[name]}" for name in MATTER if there[name] != here[name]]
     if differ:
@@ -69,9 +69,9 @@ def check_state(layer, state, batch=None):
 
 def numbered(x, mask, reset, seen, n):
     """Number the documents of x (B, T, ..), for a mask and a reset (B, T) or None. A token may look at a key if both
-    have the same number. seen (B, n): which of the n keys before x belong to the first document; None: all.
+    have the same number. seen (B, n): which of the n keys before x belong to the text that x continues; None: all.
 
-    -> numbers of the tokens (B, T); of the keys (B, n + T), -1 where the mask is False. None twice without marks."""
+    -> numbers of the tokens (B, T); of the keys (B, n + T), -1 where the mask is False. Without marks: (None, None)."""
     if mask is None and reset is None and seen is None:
         return None, None
     ones = torch.ones(x.shape[0], n + x.shape[1], dtype=torch.bool, device=x.device)
@@ -140,8 +140,8 @@ class Attention(nn.Module):
 
 def attend(q, k, v, window, pk=None, pv=None, doc=None, keys=None):
     """Attend from q (B, H, T, D), the last T of n positions, to k, v (B, H, n, D) and to a prefix pk, pv. A position
-    sees the last `window` positions; 0: all. doc and keys, from `numbered`: itself and those of its document. With a
-    window the work goes in pieces, linear in T."""
+    sees the last `window` positions; 0: all. With doc and keys, from `numbered`, it sees itself and the positions of
+    its document. With a window the work goes in pieces, linear in T."""
     T, w, before = q.shape[2], window, k.shape[2] - q.shape[2]
     if not before and pk is None and doc is None and (w == 0 or w >= T):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
