@@ -182,8 +182,8 @@ def _parts(path):
         where = f", {'line' if kind == '.jsonl' else 'block'} {number}" if number else ", a link" * path.is_symlink()
         fault = f"{type(error).__name__} {error}".replace("line 1 column", "column")
         fault = '"text" is no string' if isinstance(error, AttributeError) else fault
-        raise UserError(f"cannot read {path}{where}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), JSON "
-                        'of objects with a "text", or a mix with weights, a.txt:0.4,b.jsonl:0.6') from None
+        raise UserError(f"cannot read {path}{where}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), "
+                        'JSON of objects with a "text", or a mix with weights, a.txt:0.4,b.jsonl:0.6') from None
 
 
 def _shakespeare():
