@@ -1316,9 +1316,9 @@ def test_links_and_kinds_of_files(tmp_path):
 @pytest.mark.parametrize("name, body, word", [
     ("t.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: JSONDecodeError .*: column 13"),
     ("t.JSONL", b'{"text": "a"}\n{"txt": "b"}', "JSONL, line 2: KeyError 'text'"),
-    ("t.json", b'{"text": 1}', '"text" is no string'), ("a/t.txt", b"abcdef\xe9", "t.txt, block 2: .*0xe9 in position 2"),
+    ("t.json", b'{"text": 1}', '"text" is no string'), ("a/t.txt", b"abcdef\xe9", "t.txt, block 2: .*0xe9 in pos.* 2"),
     ("t.jsonl", b'{"text": "\xe9"}', "line 1: .*byte 0xe9 in position 0.*iconv"),
-    ("t.jsonl", rb'{"text": "a\ud800"}', "line 1: .*surrogates not"), ("t.txt", b"\xff\xfea\0", "byte 0xff in position 0"),
+    ("t.jsonl", rb'{"text": "a\ud800"}', "line 1: .*surrogates not"), ("t.txt", b"\xff\xfea\0", "0xff in position 0"),
     ("t.txt.gz", b"\x1f\x8b\x08", "gunzip"), ("a/t.gz", b"", "no text in a; .*gunzip"),
     ("a/train.bin", b"ab", "no text"), ("train.bin", b"T\0o\0", "folder of"),
     ("x", b"", "a.txt,x: .*no such file.*with weights, a.txt:0.4")], ids=lambda part: None)
