@@ -6,7 +6,7 @@ import os
 import platform
 import signal
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import field, fields
 from pathlib import Path
 
@@ -30,31 +30,30 @@ def say(text, end="\n", flush=True):
         sys.stdout = open(os.devnull, "w")
 
 
-HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)            # Windows has none
-
-
 @contextmanager
-def handling(handler, *numbers):
-    """Let handler(number, frame) take these signals. nohup ignores SIGHUP, and so does what it starts."""
+def noted_signals(promise, alone=True):
+    """Yield a list to which Ctrl-C, SIGTERM and SIGHUP are added; a second of the first two stops at once, if alone."""
+    noted, hangup = [], getattr(signal, "SIGHUP", signal.SIGTERM)         # Windows has none
+
+    def note(number, frame):
+        # torchrun passes on a Ctrl-C that all have had already; a closed terminal hangs up twice, and sends SIGTERM
+        if alone and number != hangup and {*noted} - {hangup}:
+            raise KeyboardInterrupt(number)
+        noted.append(number)
+        with suppress(OSError):                               # the same Ctrl-C may have ended `2>&1 | tee log`
+            os.write(2, f"\n{promise}; once more stops at once\n".encode())
     with ExitStack() as restore:
-        for number in set(numbers):
-            if number != HANGUP or signal.getsignal(number) != signal.SIG_IGN:
-                restore.callback(signal.signal, number, signal.signal(number, handler))
-        yield
+        for number in {signal.SIGINT, signal.SIGTERM, hangup}:
+            if number != hangup or signal.getsignal(number) != signal.SIG_IGN:         # nohup ignores it
+                restore.callback(signal.signal, number, signal.signal(number, note))
+        yield noted
 
 
 def exit_code(task):
     """Run task() and return its exit code. Print on stderr what a user can be told in one line."""
     getattr(sys.stdout, "reconfigure", dict)(errors="replace")            # a sample has letters that a terminal lacks
-    stops = []
-
-    def stop(number, frame):                                  # once: another must not end the cleaning up
-        stops.append(number)
-        if len(stops) == 1:
-            raise KeyboardInterrupt(number)
     try:
-        with handling(stop, signal.SIGTERM, HANGUP):
-            return task() or 0
+        return task() or 0
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")                    # or it would fail again at exit
         return 0
@@ -179,7 +178,7 @@ def replacing(path):
 
 
 def check_files(plot, file):
-    """Raise UserError where the file of --plot or --json cannot be made; called before the work begins."""
+    """Raise UserError where a picture or another file cannot be made; called before the work begins."""
     need("matplotlib", plot)
     for path in map(Path, filter(None, (plot, file))):
         if path.is_dir() or not os.access(path if path.exists() else f"{path.parent}/", os.W_OK):

@@ -23,7 +23,7 @@ import regex                                            # tiktoken requires it
 import tiktoken
 import torch
 
-from common import Parser, UserError, exit_code, locked, replacing, say
+from common import Parser, UserError, exit_code, locked, noted_signals, replacing, say
 
 SHAKESPEARE = Path(__file__).resolve().parent / "data" / "shakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -175,19 +175,15 @@ def _parts(path):
             for number, block in enumerate(blocks, 1):
                 rows = dict(text=block) if kind not in JSON else json.loads(block.rstrip()) if block.strip() else []
                 for row in rows if isinstance(rows, list) else [rows]:
-                    if not isinstance(row["text"], str):
-                        raise TypeError('its "text" is no string')
-                    row["text"].encode()                # fails for bytes that are not UTF-8, and JSON's "\\ud800"
+                    # fails for JSON's "\\ud800", and then for bytes that are not UTF-8
+                    row["text"].encode(errors="surrogateescape").decode()
                     yield row["text"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        where = f"{path}, {'line' if kind == '.jsonl' else 'block'} {number}" if number else path
+        where = f", {'line' if kind == '.jsonl' else 'block'} {number}" if number else ", a link" * path.is_symlink()
         fault = f"{type(error).__name__} {error}".replace("line 1 column", "column")
-        if isinstance(error, UnicodeEncodeError) and "\udc80" <= (byte := error.object[error.start]) <= "\udcff":
-            fault = f"not UTF-8, byte {ord(byte) - 0xDC00:#x} at {error.start}"
-        if path.is_symlink() and not path.exists():
-            fault = "a link to a file that is gone"
-        raise UserError(f"cannot read {where}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), JSON of "
-                        'objects with a "text", or a mix with weights, a.txt:0.4,b.jsonl:0.6') from None
+        fault = '"text" is no string' if isinstance(error, AttributeError) else fault
+        raise UserError(f"cannot read {path}{where}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), "
+                        'JSON of objects with a "text", or a mix with weights, a.txt:0.4,b.jsonl:0.6') from None
 
 
 def _shakespeare():
@@ -373,11 +369,13 @@ def make_files(args):
         raise UserError("data.py takes one name; make token files of each, and train on --data tokens1:0.4,tokens2:0.6")
     if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
         raise UserError(f"{args.out} already holds token files; give another --out")
-    with locked(args.out), replacing(args.out / "train.bin") as whole:      # all ids, until val.bin has the last tenth
+    with locked(args.out), noted_signals("stopping soon") as noted, replacing(args.out / "train.bin") as whole:
         tokenizer = make_tokenizer(args.tokenizer, "")
-        with whole.open("wb") as file:
+        with whole.open("wb") as file:                  # all ids, until val.bin has the last tenth
             for text in texts(args.data)[1]:
                 file.write(tokenizer.encode(text).astype("<u2").tobytes())
+                if noted:
+                    raise KeyboardInterrupt(noted[0])
             train, val = split(range(file.tell() // 2), 1, args.data)
         with replacing(args.out / "val.bin") as tail, whole.open("rb+") as source, tail.open("wb") as target:
             source.seek(2 * len(train))

@@ -34,8 +34,7 @@ def until(stop, pieces):
 
 
 def load_state(path, origin=None, model=None):
-    """Return the state and the ids after it from a file of --save-state. Raises UserError for another file, also one
-    of another checkpoint where `origin` tells this one's."""
+    """Return the state and the ids after it from a file of --save-state. Raises UserError if it is none of origin."""
     try:
         made_by, packed, ids = torch.load(path, map_location="cpu", weights_only=True)
         if origin and made_by != origin:
@@ -66,7 +65,7 @@ def speak(args):
     print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, state=state,
                generator=torch.Generator(device).manual_seed(args.seed))
-    read, end = ids if args.tokens else ids[:-1], [state, []]  # the next text begins with what this one leaves unread
+    read, end = ids if args.tokens else ids[:-1], [state, []]  # the next text begins with what is left unread
     show = say if args.save_state else print                  # whoever saves reads on when `| head` has seen enough
     for i in range(args.num):
         show("---------------\n" * (i > 0) + prompt * (args.tokens > 0), end="", flush=True)

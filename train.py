@@ -11,11 +11,10 @@ import csv
 import json
 import math
 import os
-import signal
 import sys
 import time
 from argparse import SUPPRESS
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from itertools import count
@@ -25,8 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from common import (HANGUP, Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, handling, locked,
-                    native_bfloat16, need, opt, pick_dtype, plot, replacing, say, setup)
+from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, locked, native_bfloat16, need,
+                    noted_signals, opt, pick_dtype, plot, replacing, say, setup)
 from data import BORDER, TOKENIZERS, Tokenizer, batch, documents, encode_prompt, make_tokenizer, read, streams, windows
 from models import LM, PRESETS, SIZES, Config, Memory, holds_all, probe, sized
 from muon import make_optimizers
@@ -129,7 +128,7 @@ def settings(given, old=None):
         raise UserError(f"--telemetry: {tc.model} has no memory, or one in shards; drop the flag")
     needs = {"--forget start": config.forget == "zero", "--persistent 0": config.wiring != "lmm" and config.persistent}
     if tc.documents and any(needs.values()):
-        raise UserError(f"--documents needs {' and '.join(need for need, lacks in needs.items() if lacks)}")
+        raise UserError(f"--documents needs {' and '.join(name for name, lacks in needs.items() if lacks)}")
     if tc.grad_accum % PROCESSES:
         raise UserError(f"--grad-accum {tc.grad_accum} is no multiple of the number of processes, {PROCESSES}")
     if not resume and "warmup" not in given:
@@ -333,7 +332,7 @@ def train(model, optimizers, run, task):
         say(f"step {0:5d}/{tc.steps}{words}")
     tick, seen, before = time.perf_counter(), task.seen, None
     began = tick - run["seconds"]
-    with noted_signals() as noted:
+    with noted_signals("finishing this step, then saving", PROCESSES == 1) as noted:
         for step in range(run["step"] + 1, tc.steps + 1):
             last, due = step == tc.steps, step % tc.eval_every == 0
             torch.manual_seed(tc.seed + RANK + step * PROCESSES)     # of dropout: a function of (seed, step, process)
@@ -375,22 +374,6 @@ def train(model, optimizers, run, task):
                 again = f"; to go on: python {Path(sys.argv[0]).name} --resume --out {tc.out!r}" if tc.out else ""
                 say(f"stopped after step {step}{again}")
                 return int(number)
-
-
-@contextmanager
-def noted_signals():
-    """Yield a list to which Ctrl-C, SIGTERM and SIGHUP are added; a second of the first two stops at once."""
-    noted = []
-
-    def note(number, frame):
-        # torchrun passes on a Ctrl-C that all have had already; a closed terminal hangs up twice, and sends SIGTERM
-        if {*noted} - {HANGUP} and PROCESSES == 1 and number != HANGUP:
-            raise KeyboardInterrupt(number)
-        noted.append(number)
-        with suppress(OSError):                               # the same Ctrl-C may have ended `2>&1 | tee log`
-            os.write(2, b"\nfinishing this step, then saving; once more stops at once\n")
-    with handling(note, signal.SIGINT, signal.SIGTERM, HANGUP):
-        yield noted
 
 
 # ---- logs and checkpoints
@@ -446,8 +429,7 @@ def save_checkpoint(path, run, model, optimizers):
 
 def load_checkpoint(path, text=True):
     """Return the dict of a checkpoint file, or of the best (else last) in a folder. text: it must have a tokenizer."""
-    path = Path(path)
-    if path.is_dir():
+    if (path := Path(path)).is_dir():
         path = path / ("best.pt" if (path / "best.pt").exists() else "ckpt.pt")
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
