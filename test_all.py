@@ -2122,7 +2122,7 @@ def test_accumulated_passes_are_the_larger_batch():
     start = step_of(1e-12, batch_size=4)[2]
     close(list(map(torch.as_tensor, whole)), list(map(torch.as_tensor, parts)), 1e-5)
     assert clipped[:2] == whole[:2] and (clipped[2] - start).norm().item() == pytest.approx(0.5 * 0.01, rel=1e-2)
-    assert (whole[2] - start).norm().item() == pytest.approx(0.5 * whole[1].item(), rel=1e-3)           # 0.5 of a rate of 1
+    assert (whole[2] - start).norm().item() == pytest.approx(0.5 * whole[1].item(), rel=1e-3)    # 0.5 of a rate of 1
 
 
 def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capsys):
