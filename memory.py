@@ -15,6 +15,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
     M, W, M0   M_t, M_0     M_t, M_0      fast weights of one sequence and head; their learned start
     S          S_t          S_t           momentum of the gradients
     O          S'_t         -             Newton-Schulz of S_t, Eq 40 (of a block's sum of them: choice 15)
+    U, due     -            -             a block's sums of step S and of step, which wait (choice 15)
     keep       alpha_t      1 - alpha_t   fraction of the memory retained, in (0, 1]
     step       eta_t        -             inner step size, > 0  (choice 4)
     momentum   theta_t      eta_t         momentum decay, in [0, 1)

@@ -380,6 +380,9 @@ def read(rule, xq, M0, bases, coef, written=None):
     (K, in, out) each. coef: (K, c, 1) each.
     written: P (K, c, n), phi(q) phi(k)^T, and of each matrix x (None where phi(k) enters) and d; or None.
     """
+    P, qk, found = written or (None, None, None)
+    scores = None if qk is None else P * qk                   # once for all matrices that phi(k) enters
+
     def of_matrix(i, rows):
         """Return what rows (K, c, in) read of the i-th matrix."""
         W, apart = list(bases[i]), M0 and rows.is_contiguous()
@@ -392,8 +395,8 @@ def read(rule, xq, M0, bases, coef, written=None):
         for c, r in zip(coef, reads):
             y = torch.addcmul(y, c, r) if M0 or c is not coef[0] else c * r
         if written:
-            P, qk, (x, d) = *written[:2], written[2][i]
-            y = torch.baddbmm(y, P * (qk if x is None else torch.bmm(rows, x.mT)), d)            # Eq 16
+            x, d = found[i]
+            y = torch.baddbmm(y, scores if x is None else P * torch.bmm(rows, x.mT), d)          # Eq 16
         return y
     return memory.through(rule.memory, xq, of_matrix)
 
@@ -457,7 +460,8 @@ def muon_run(rule, chunks, gates, fast, begun, closes):
 
 
 def compile_chunks(**options):
-    """Compile the functions of the chunk form by torch.compile, for this process. The rest stays eager."""
+    """Compile the functions of the chunk form by torch.compile. The rest stays eager. The two settings of torch below
+    hold for all that this process compiles."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # shapes, rules, parts
     torch._functorch.config.backward_pass_autocast = "off"    # backward takes the types that forward took
     torch._functorch.config.activation_memory_budget = 0.0    # and computes again what forward would have kept

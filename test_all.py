@@ -2703,7 +2703,7 @@ MUTANTS = [                                                   # file, text (it i
     ("omega.py", "rule._replace(ball=0.0) if pos else rule", "rule", "omega_is_omega_ref"),
     ("omega.py", "torch.addcmul(w, u, s)", "w", "omega_is_omega_ref"),
     ("omega.py", "+ old_in_U * due", "+ due", "omega_is_omega_ref"),
-    ("omega.py", "y, P * (qk if x", "y, (qk if x", "omega_is_omega_ref"),
+    ("omega.py", "else P * qk ", "else qk ", "omega_is_omega_ref"),
     ("omega.py", "(pair >= missing)", "(pair >= 0)", "omega_is_omega_ref"),
     ("omega.py", "state.anchor if state.pos else tuple", "W if state.pos else tuple", "omega_is_omega_ref"),
     ("shards.py", "start(rule, phi, M0, n * B", "start(rule, phi, whole.M0 or M0, n * B", "test_shards"),
