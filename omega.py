@@ -35,6 +35,7 @@ With forget = "zero" keep decays W, as printed; with "start" it decays W - M0 (c
 as the anchor, too, and adds M0 where W is used. Symbols: memory.py.
 """
 import sys
+from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
@@ -162,13 +163,20 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 
 
 # ---- what depends on the gates alone, for all chunks at once
-def recur(decay, rows):
-    """Return y_t = decay_t * y_{t-1} + rows_t, with y_0 = 0, and the last y: decay (.., c), rows and y (.., c, k).
-    Many columns take one product, on a CPU a loop over tokens, because the rows stay in its cache. For few columns each
-    pass doubles the number of rows that are summed."""
-    if rows.shape[-1] > 4 and (rows.device.type != "cpu" or torch.compiler.is_compiling()):
-        y = decays(decay) @ rows
+def in_products(a):
+    """Tell whether long recurrences of `a` are products: on a GPU, or compiled. A CPU runs a loop over tokens."""
+    return a.device.type != "cpu" or torch.compiler.is_compiling()
+
+
+def recur(decay, rows=None, times=None):
+    """Return y_t = decay_t * y_{t-1} + times_t * rows_t, with y_0 = 0, and the last y: decay, times (.., c), rows, y
+    (.., c, k). Without rows they are the identity, without times 1. Many columns take one product, or a loop over
+    tokens, whose rows stay in a CPU's cache. For few columns each pass doubles the number of rows that are summed."""
+    if rows is None or rows.shape[-1] > 4 and in_products(rows):
+        y = decays(decay) if times is None else decays(decay) * times[..., None, :]
+        y = y if rows is None else y @ rows
         return y, y[..., -1:, :]
+    rows = rows if times is None else times[..., None] * rows
     decay, s = decay[..., None], 1
     if rows.shape[-1] > 4:
         y = [rows[..., :1, :]]
@@ -207,6 +215,12 @@ def band(gate):
     return F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
+def through_windows(rows, gate):
+    """Return rows @ band(gate), rows (.., r, c), without making the band: the weight of token t goes to its w pairs."""
+    w = gate.shape[-1]
+    return sum(F.pad(rows * weigh[..., None, :], (i, w - 1 - i)) for i, weigh in enumerate(gate.unbind(-1)))
+
+
 def mixing(gates):
     """Run the rule on the coefficients of each x_i^T d_i, of W_0 and of S_0 instead of on matrices.
 
@@ -226,15 +240,18 @@ def mixing(gates):
     (.., 2, n); the last keepprod, u and momprod (.., 3, 1). Without momentum S_t is g_t, and
     u, momprod and the row of G are left out. The n pairs begin with the gate.shape[-1] - 1 from before the chunk.
     """
-    coef, G, step = [products(gates.keep)], band(gates.gate), -gates.step[..., None]
+    late = in_products(gates.keep) and gates.gate.shape[-1] <= 16        # windows come last: fewer products
+    rows = None if late else band(gates.gate)
+    spread = (lambda a: through_windows(a, gates.gate)) if late else (lambda a: a)
+    coef, step = [products(gates.keep)], -gates.step
     if gates.momentum is None:
-        P, last = recur(gates.keep, step * G)                                    # Eq 16
-        return P, coef, last, coef[0][..., -1:, :]
-    momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, G)    # Eq 39
-    P, P_last = recur(gates.keep, step * G)
-    coef.append(recur(gates.keep, step * momprod)[0])
+        P, last = recur(gates.keep, rows, step)                                  # Eq 16
+        return spread(P), coef, spread(last), coef[0][..., -1:, :]
+    momprod, (G, G_last) = products(gates.momentum), recur(gates.momentum, rows)             # Eq 39
+    P, P_last = recur(gates.keep, G, step)
+    coef.append(recur(gates.keep, momprod, step)[0])
     ends = torch.cat([a[..., -1:, :] for a in (*coef, momprod)], -2)
-    return P, coef, torch.cat([P_last, G_last], -2), ends
+    return spread(P), coef, spread(torch.cat([P_last, G_last], -2)), ends
 
 
 def muon_mixing(gates, m, begun, closes, due):
@@ -267,10 +284,10 @@ def muon_mixing(gates, m, begun, closes, due):
     dues = S_in_U.sum(-2, keepdim=True) + old_in_U * due
     coef = torch.cat([products(keep), recur(keep, -(dues * is_last)[..., :ended])[0]], -1)
     if momentum is None:
-        return S_in_U.mT @ band(gate), old_in_U[..., :1], coef, dues[..., -1:]
+        return through_windows(S_in_U.mT, gate), old_in_U[..., :1], coef, dues[..., -1:]
     last_S = F.pad(keep.new_ones(1, 1), (0, 0, c - 1, 0)).expand(*keep.shape, 1)
     g_in_U = recur_back(momentum, torch.cat([S_in_U, last_S], -1))               # g_t is in S_t, S_t+1, ..
-    in_U = torch.cat([g_in_U.mT @ band(gate), (momentum[..., :1, None] * g_in_U[..., :1, :]).mT], -1)
+    in_U = torch.cat([through_windows(g_in_U.mT, gate), (momentum[..., :1, None] * g_in_U[..., :1, :]).mT], -1)
     return in_U, old_in_U[..., :1], coef, dues[..., -1:]
 
 
@@ -287,11 +304,12 @@ def pending(gates, m, begun, closes):
 # ---- one chunk learns; then all tokens are read
 class Chunks(NamedTuple):
     """The tokens of one or more chunks, ready for products: c tokens and n pairs in each, for N = B H sequences."""
+    q: torch.Tensor                       # (N, chunks, c, D)
+    k: torch.Tensor                       # (N, chunks, n, D)
     xq: torch.Tensor                      # (N, chunks, c, E) phi(q)
     xk: torch.Tensor                      # (N, chunks, n, E) phi(k), the memory's input at the anchor
-    x: torch.Tensor                       # (N, chunks, n, E) what is written: phi(k) again; one-hot with `exp` features
+    x: torch.Tensor | None                # (N, chunks, n, E) with `exp` features: what is written in place of phi(k)
     v: torch.Tensor                       # (N, chunks, n, D) what the last matrix should produce
-    qk: torch.Tensor | None               # (N, chunks, c, n) phi(q) phi(k)^T; None with muon_every = 1
 
     def each(self):
         """Iterate over the chunks: a Chunks of tensors (N, ..) for each."""
@@ -313,13 +331,22 @@ class Fast(NamedTuple):
         return self if reset is None else self._replace(W=zero(self.W), S=zero(self.S))
 
 
-def features(rule, phi, q, k):
-    """Return phi(q), phi(k), phi(q) phi(k)^T, or None with muon_every = 1: then no pair is read directly."""
-    device, cast = q.device.type, lambda x: x
+def prepare(rule, phi, count, q, k, v, gates, state):
+    """Cut what `advance` takes into chunks -> a Chunks, gates (N, count, c, ..), the last k and v to carry on."""
+    device, c, cast = q.device.type, q.shape[2] // count, lambda x: x
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         cast = lambda x: x.to(torch.get_autocast_dtype(device))
-    xq, xk = cast(phi(q)), cast(phi(k))
-    return xq, xk, None if rule.muon_every == 1 else phi.inner(q, k, xq, xk)
+    ks, vs, gate, past = with_past(rule, state, k, v, gates.gate)
+    tokens = lambda a: a.flatten(0, 1).unflatten(1, (count, c))                  # (B, H, T, ..) -> (N, count, c, ..)
+    n = c + ks.shape[2] - k.shape[2]                          # pairs: n rows every c tokens
+    pairs = lambda a: a.flatten(0, 1).unfold(1, n, c).movedim(-1, 2).contiguous()
+    cq, ck, cv = tokens(q), pairs(ks), pairs(memory.target(rule.memory, rule.loss, ks, vs))
+    if phi.kind == "exp":
+        xq, xk, x = tokens(kernel_rows(q, state.keys)), pairs(kernel_rows(ks, state.keys)), pairs(one_hot(state, k, ks))
+    else:
+        xq, xk, x = cast(phi(cq)), cast(phi(ck)), None
+    gates = Gates(*(None if a is None else tokens(a) for a in (*gates[:3], gate, gates.reset)))
+    return Chunks(cq, ck, xq, xk, x, cv), gates, past
 
 
 def gradients(rule, chunk, fast):
@@ -327,7 +354,9 @@ def gradients(rule, chunk, fast):
     anchor = fast.anchor or fast.W
     anchor = [m + w for m, w in zip(fast.M0, anchor)] if fast.M0 else anchor
     found = memory.gradients(rule.memory, rule.loss, anchor, chunk.xk, chunk.v, rule.norm)
-    return [(chunk.x if i < memory.firsts(rule.memory) else x, d) for i, (x, d) in enumerate(found)]
+    if chunk.x is not None:
+        found[: memory.firsts(rule.memory)] = [(chunk.x, d) for _, d in found[: memory.firsts(rule.memory)]]
+    return found
 
 
 def write(x, d, rows):
@@ -371,17 +400,19 @@ def muon_learn(rule, chunk, in_U, old_in_U, coef, fast):
     return rule.bound(W), S, [made[-1] for made in new], O, found
 
 
-def read(rule, xq, M0, bases, coef, written=None):
-    """Read all tokens, each at its own W_t, layer by layer: phi(q) (K, c, E) of K chunks -> (K, c, D).
+def read(rule, phi, chunks, M0, bases, coef, P, found):
+    """Read all tokens of K = N chunks, each at its own W_t, layer by layer -> y (K, c, D).
 
         r_t (W_t - U_t) = r_t M0 + sum_j coef[j]_t (r_t bases[j]) + ((P o R X^T) D)_t
 
-    bases: for each matrix W_0 and S_0, or with Newton-Schulz W_0, O_1, O_2, .. and, if there are any, U_0 and S_0,
-    (K, in, out) each. coef: (K, c, 1) each.
-    written: P (K, c, n), phi(q) phi(k)^T, and of each matrix x (None where phi(k) enters) and d; or None.
+    bases: of each chunk, for each matrix, W_0 and S_0, or with Newton-Schulz W_0, O_1, O_2, .. and, if there are any,
+    U_0 and S_0, (N, in, out) each. coef: (K, c, 1) each. P (K, c, n); None where no pair is read directly. found: of
+    each chunk and matrix x (None where phi(k) enters) and d.
     """
-    P, qk, found = written or (None, None, None)
-    scores = None if qk is None else P * qk                   # once for all matrices that phi(k) enters
+    xq, bases = flat(chunks.xq), by_matrix(bases)
+    if P is not None:                                         # once for all matrices that phi(k) enters
+        scores = P * flat(phi.inner(chunks.q, chunks.k, chunks.xq, chunks.xk))
+        found = by_matrix(found)
 
     def of_matrix(i, rows):
         """Return what rows (K, c, in) read of the i-th matrix."""
@@ -394,11 +425,21 @@ def read(rule, xq, M0, bases, coef, written=None):
             y = torch.bmm(rows.view(len(M0[i]), -1, rows.shape[2]), M0[i]).view(*rows.shape[:2], -1)
         for c, r in zip(coef, reads):
             y = torch.addcmul(y, c, r) if M0 or c is not coef[0] else c * r
-        if written:
+        if P is not None:
             x, d = found[i]
             y = torch.baddbmm(y, scores if x is None else P * torch.bmm(rows, x.mT), d)          # Eq 16
         return y
-    return memory.through(rule.memory, xq, of_matrix)
+    f = memory.through(rule.memory, xq, of_matrix)
+    return memory.output(rule.memory, f, flat(chunks.q), rule.norm)
+
+
+def muon_read(rule, phi, chunks, gates, begun, closes, M0, bases, coef, found):
+    """Call `read`, and let it read what waits in blocks, too. begun and closes as in muon_mixing."""
+    P, waits = None, []
+    if rule.muon_every > 1:
+        P, (old, *waits) = pending(gates, rule.muon_every, begun, closes)
+        P, waits = flat(P), [flat(a) for a in ([old] if begun else []) + waits]
+    return read(rule, phi, chunks, M0, bases, coef + waits, P, found)
 
 
 def by_matrix(chunks):
@@ -422,23 +463,22 @@ def without_keys(rule, found):
     return [(None if i < memory.firsts(rule.memory) else x, d) for i, (x, d) in enumerate(found)]
 
 
-def plain_run(rule, chunks, gates, fast):
-    """Learn from chunks without Newton-Schulz, one after the other -> bases, coef and written of `read`, fast."""
-    bases, learned = [], []
+def plain_run(rule, phi, chunks, gates, fast):
+    """Learn from chunks without Newton-Schulz, one after the other, and read -> (K, c, D), fast, the last W_0."""
+    bases, learned, M0 = [], [], fast.M0
     P, coef, rows, ends = mixing(gates)
     for chunk, reset, *last in zip(chunks.each(), resets(gates.reset), rows.unbind(1), ends.unbind(1)):
         fast = fast.renew(reset)
         bases.append([*zip(fast.W, fast.S)] if fast.S else [*zip(fast.W)])
         W, S, found = learn(rule, chunk, *last, fast)
-        fast = fast._replace(W=W, S=S)
+        before, fast = fast.W, fast._replace(W=W, S=S)
         learned.append(without_keys(rule, found))
-    written = flat(P), flat(chunks.qk), by_matrix(learned)
-    return (by_matrix(bases), [flat(a) for a in coef], written), fast
+    return read(rule, phi, chunks, M0, bases, [flat(a) for a in coef], flat(P), learned), fast, before
 
 
-def muon_run(rule, chunks, gates, fast, begun, closes):
+def muon_run(rule, phi, chunks, gates, fast, begun, closes):
     """Learn with Newton-Schulz; results as in plain_run, begun and closes as in muon_mixing (begun > 0: one chunk)."""
-    bases, learned, written, m = [], [], None, rule.muon_every
+    bases, learned, M0, m = [], [], fast.M0, rule.muon_every
     with without_autocast(gates.keep):
         in_U, old_in_U, coef, due = muon_mixing(gates, m, begun, closes, fast.due)
     parts = in_U.unbind(1), old_in_U.unbind(1), coef.unbind(1)
@@ -448,15 +488,12 @@ def muon_run(rule, chunks, gates, fast, begun, closes):
         W, S, U, O, found = muon_learn(rule, chunk, *made, fast)
         bases.append([(w, *o, *us) for w, o, *us in zip(fast.W, O, *more)])
         learned.append(without_keys(rule, found))
-        fast = fast._replace(W=W, S=S)
+        before, fast = fast.W, fast._replace(W=W, S=S)
     due, coef = due[:, -1:], [*flat(coef).split(1, -1)]
-    if m > 1:
-        P, (old, *more) = pending(gates, m, begun, closes)
-        coef += [flat(a) for a in (*([old] if begun else []), *more)]
-        written = flat(P), flat(chunks.qk), by_matrix(learned)
     if closes or not (begun + gates.keep.shape[-1]) % m:      # the next block begins from 0
         U, due = [torch.zeros_like(u) for u in U], torch.zeros_like(due)
-    return (by_matrix(bases), coef, written), fast._replace(U=U, due=due)
+    y = muon_read(rule, phi, chunks, gates, begun, closes, M0, bases, coef, learned)
+    return y, fast._replace(U=U, due=due), before
 
 
 def compile_chunks(**options):
@@ -465,7 +502,7 @@ def compile_chunks(**options):
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # shapes, rules, parts
     torch._functorch.config.backward_pass_autocast = "off"    # backward takes the types that forward took
     torch._functorch.config.activation_memory_budget = 0.0    # and computes again what forward would have kept
-    for name in ("features", "mixing", "muon_mixing", "pending", "learn", "muon_learn", "read"):
+    for name in ("prepare", "mixing", "muon_mixing", "learn", "muon_learn", "read", "muon_read"):
         compile_function(sys.modules[__name__], name, **options)
 
 
@@ -484,7 +521,8 @@ def omega(rule, phi, q, k, v, gates, state):
     E = phi.out_dim if phi.kind != "exp" else phi.dim + state.keys.shape[2] + q.shape[2]
     at_once = max(1, AT_ONCE[q.device.type == "cuda"] // max(1, q.shape[:2].numel() * E * rule.chunk))
     pieces, ys = cuts(q.shape[2], state.pos, rule.chunk, at_once), []
-    parts = (repeat(None) if a is None else a.split([c * n for c, n in pieces], 2) for a in (q, k, v, *gates))
+    split = lambda a: a.split([c * n for c, n in pieces], 2) if len(pieces) > 1 else [a]
+    parts = (repeat(None) if a is None else split(a) for a in (q, k, v, *gates))
     for (_, count), q, k, v, *gates in zip(pieces, *parts):
         y, state = advance(rule, phi, count, q, k, v, Gates(*gates), state)
         ys.append(y)
@@ -504,32 +542,23 @@ def cuts(T, pos, chunk, at_once):
 
 def advance(rule, phi, count, q, k, v, gates, state):
     """Run one of the pieces of `cuts`: q, k, v (B, H, count c, D), gates, state -> y (B, H, count c, D), state."""
-    (B, H, T, _), M0, m, c = q.shape, state.M0, rule.muon_every, q.shape[2] // count
-    tokens = lambda a: a.flatten(0, 1).unflatten(1, (count, c))                  # (B, H, T, ..) -> (N, count, c, ..)
-    ks, vs, gate, past = with_past(rule, state, k, v, gates.gate)
-    n = c + ks.shape[2] - T
-    pairs = lambda a: a.flatten(0, 1).unfold(1, n, c).movedim(-1, 2)             # n rows every c: (N, count, n, ..)
-    gates = Gates(*(None if a is None else tokens(a) for a in (*gates[:3], gate, gates.reset)))
-    cq, ck, cv = tokens(q), pairs(ks), pairs(memory.target(rule.memory, rule.loss, ks, vs))
+    (B, H, T, _), M0, m = q.shape, state.M0, rule.muon_every
     if phi.kind == "exp":
-        state, xq, xk, x = write_keys(rule, state, q, k, ks)
-        chunks = Chunks(tokens(xq), pairs(xk), pairs(x), cv, phi.inner(cq, ck))
-    else:
-        xq, xk, qk = features(rule, phi, cq, ck)
-        chunks = Chunks(xq, xk, xk, cv, qk)
+        state = write_keys(rule, state, k)
+    chunks, gates, past = prepare(rule, phi, count, q, k, v, gates, state)
     matrices = lambda these: [at_least_float32(a).expand(B, *a.shape[-3:]).flatten(0, 1) for a in these]  # (N, in, out)
-    pos, begun, anchor = (state.pos + c) % rule.chunk, state.pos % m if m else 0, state.anchor if state.pos else ()
+    pos, begun = (state.pos + T // count) % rule.chunk, state.pos % m if m else 0
+    anchor = state.anchor if state.pos else ()
     parts = map(matrices, (state.M0, state.W, state.S, anchor, state.U if begun else ()))
     fast = Fast(*parts, state.due.view(-1, 1, 1, 1))
     rule = rule._replace(ball=0.0) if pos else rule           # W is bounded where a chunk ends
-    learned, fast = muon_run(rule, chunks, gates, fast, begun, not pos) if m else plain_run(rule, chunks, gates, fast)
-    f = read(rule, chunks.xq.flatten(0, 1), fast.M0, *learned)
-    y = memory.output(rule.memory, f.view(B, H, T, -1), q, rule.norm)
-    W, S, U = (tuple(a.unflatten(0, (B, H)) for a in these) for these in (fast.W, fast.S, fast.U))
-    # M0 as it came, not grown by write_keys: models.detach tells parameters by their being leaves
+    run = partial(muon_run, begun=begun, closes=not pos) if m else plain_run
+    y, fast, before = run(rule, phi, chunks, gates, fast)
+    W, S, U, before = (tuple(a.unflatten(0, (B, H)) for a in these) for these in (fast.W, fast.S, fast.U, before))
     if pos:
-        anchor = state.anchor if state.pos else tuple(w.unflatten(0, (B, H)) for w, *_ in learned[0])
-    return y, State(M0, W, S, anchor if pos else W, U, fast.due.view(B, H), *past, state.keys, pos)
+        anchor = state.anchor if state.pos else before
+    # M0 as it came, not grown by write_keys: models.detach tells parameters by their being leaves
+    return y.view(B, H, T, -1), State(M0, W, S, anchor if pos else W, U, fast.due.view(B, H), *past, state.keys, pos)
 
 
 def with_past(rule, state, k, v, gate):
@@ -546,17 +575,22 @@ def with_past(rule, state, k, v, gate):
 
 
 # ---- `exp` features: phi* is infinite (Eq 22), but the memory is a sum of phi*(k_i)^T d_i, and W holds the d_i
-def write_keys(rule, state, q, k, ks):
-    """Prepare to write and read keys of infinite features (Eq 22): the first matrix gets one row for each key. Its
-    first D rows are the degree-1 part, where M0 lives. Reading multiplies by [r, exp(r . k_1), ..] (Eq 23). Writing
-    pair i adds to row i, so x_i is one-hot (choice 19). -> state, what q and ks read with, the one-hot rows of ks."""
+def write_keys(rule, state, k):
+    """Return the state with room for the keys k of infinite features (Eq 22): the first matrix gets one row for each
+    key. Its first D rows are the degree-1 part, where M0 lives. Reading multiplies by [r, exp(r . k_1), ..] (Eq 23).
+    Writing pair i adds to row i, so x_i is one-hot (choice 19)."""
     keys, firsts = torch.cat([state.keys, k], 2), memory.firsts(rule.memory)
-    width = q.shape[-1] + keys.shape[2]
+    width = k.shape[-1] + keys.shape[2]
     rows = [width] * firsts + [w.shape[-2] for w in state.W[firsts:]]
     matrices = {name: grown(getattr(state, name), rows) for name in ("M0", "W", "S", "anchor")}
-    hot = F.pad(torch.eye(ks.shape[2], dtype=q.dtype, device=q.device), (width - ks.shape[2], 0))   # crops missing ones
-    state = state._replace(keys=keys, **matrices)
-    return state, kernel_rows(q, keys), kernel_rows(ks, keys), hot.expand(*k.shape[:2], *hot.shape)
+    return state._replace(keys=keys, **matrices)
+
+
+def one_hot(state, k, ks):
+    """Return x_i of the pairs ks, the last of the state's keys: (B, H, n, rows of the first matrix)."""
+    width = k.shape[-1] + state.keys.shape[2]
+    hot = F.pad(torch.eye(ks.shape[2], dtype=k.dtype, device=k.device), (width - ks.shape[2], 0))   # crops missing ones
+    return hot.expand(*k.shape[:2], *hot.shape)
 
 
 def grown(W, rows):

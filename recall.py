@@ -158,7 +158,7 @@ MAD = {
 # ---- small models, trained on a task
 # their network where neither flag nor --model says otherwise. Chunks are short: what was written is asked for soon
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8, chunk=16, muon_every=8)
-LENGTHS = (32, 64, 128)                         # of the needle in training, in turn
+LENGTHS = (32, 64, 128)                         # of texts in training, in turn
 
 
 def randomness(seed, number, test=False):
@@ -207,9 +207,9 @@ def accuracy(model, batches):
 
 
 def score(title, args, device, vocab, draw, turns, columns, name, seed):
-    """Train a model on draw(n, generator) with n from turns in turn. Return its accuracy for each n of columns."""
+    """Train a model on draw(size, generator), sizes from turns in turn. Return its accuracy for each size of columns."""
     model = trained(name, seed, args, device, vocab, lambda step, g: draw(turns[step % len(turns)], g), title)
-    return [accuracy(model, (draw(n, randomness(seed, i, test=True)) for i in range(4))) for n in columns]
+    return [accuracy(model, (draw(size, randomness(seed, i, test=True)) for i in range(4))) for size in columns]
 
 
 # ---- campaigns
@@ -221,7 +221,7 @@ def campaign(args, trial, columns, chance="", x="", **how):
                 for name in args.model}
     try:
         records = json.loads(Path(args.json).read_text())["records"] if args.json and Path(args.json).exists() else []
-        full = lambda old: dict(old, config={**asdict(models.Config()), **old["config"]})    # newer fields were off
+        full = lambda old: {"train_lengths": [], **old, "config": {**asdict(models.Config()), **old["config"]}}
         done = {(r["model"], r["seed"]): r for r in [] + records if full(r["settings"]) == settings.get(r["model"])}
     except (ValueError, KeyError, TypeError):
         raise UserError(f"--json {args.json} holds no results of such a task; give another file") from None
@@ -249,19 +249,28 @@ def campaign(args, trial, columns, chance="", x="", **how):
     return found
 
 
+def turns(args, lengths):
+    """Return the sizes (rows, tokens) of training batches, in turn: fewer rows of more than 128 tokens."""
+    return [(max(1, args.batch_size * 128 // max(n, 128)), n) for n in args.train_lengths or lengths]
+
+
 def needle_task(args, device):
-    """Train on short sequences in turn, and ask in longer ones."""
-    trial = partial(score, "needle", args, device, 49, partial(needle, args.batch_size, 4), LENGTHS, args.lengths)
+    """Train on the lengths of --train-lengths in turn, and ask in texts of --lengths."""
+    draw = lambda size, g: needle(size[0], 4, size[1], g)
+    sizes, asked = turns(args, LENGTHS), [(args.batch_size, n) for n in args.lengths]
+    trial = partial(score, "needle", args, device, 49, draw, sizes, asked)
     campaign(args, trial, args.lengths, "    (by guessing 0.062)", "length of the text [tokens]",
-             log="x", level=1 / 16, trained=LENGTHS[-1])
+             log="x", level=1 / 16, trained=max(n for _, n in sizes))
 
 
 def mqar_task(args, device):
     """Train on all numbers of pairs in turn, and ask for each. Raises UserError where one does not fit."""
-    draw = lambda n, g: mqar(args.batch_size, n, n, args.vocab, args.seq_len, g)
-    for n in args.pairs:                                      # before the work begins
-        draw(n, torch.Generator())
-    trial = partial(score, "mqar", args, device, args.vocab, draw, args.pairs, args.pairs)
+    draw = lambda size, g: mqar(size[0], size[2], size[2], args.vocab, size[1], g)
+    asked = [(args.batch_size, args.seq_len, n) for n in args.pairs]
+    sizes = [(*size, n) for size in turns(args, [args.seq_len]) for n in args.pairs]
+    for size in sizes + asked:                                # before the work begins
+        draw(size, torch.Generator())
+    trial = partial(score, "mqar", args, device, args.vocab, draw, sizes, asked)
     campaign(args, trial, args.pairs, "    (by guessing 1 / pairs)", "pairs")
 
 
@@ -306,8 +315,8 @@ def ablation_task(args, device):
 
 TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
 BY_TASK = dict(needle=dict(steps=1200), mad=dict(steps=600), ablation=dict(batch_size=16, seq_len=128, steps=600))
-USES = dict(needle="model lengths plot", mqar="model pairs vocab seq_len plot", mad="model", ablation="seq_len")
-SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab"      # of a result
+USES = dict(needle="model lengths train_lengths plot", mqar="model pairs vocab seq_len train_lengths plot", mad="model", ablation="seq_len")
+SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab", "train_lengths"  # of a result
 
 
 def parse(argv=None):
@@ -321,6 +330,8 @@ def parse(argv=None):
     add("--batch-size", type=at_least(int, 1), default=32, metavar="N", help="sequences at a time [32; ablation 16]")
     add("--lengths", type=at_least(int, 16), nargs="+", default=[128, 256, 512, 1024, 2048, 4096], metavar="N",
         help="needle: lengths of test texts [128 256 512 1024 2048 4096]")
+    add("--train-lengths", type=at_least(int, 16), nargs="+", default=[], metavar="N",
+        help="needle, mqar: lengths of training texts, in turn [32 64 128; mqar: --seq-len]")
     add("--pairs", type=at_least(int, 1), nargs="+", default=[4], metavar="N", help="mqar: numbers of pairs [4]")
     add("--vocab", type=at_least(int, 4), default=16, metavar="N", help="mqar: vocabulary; half of it are values [16]")
     add("--seq-len", type=at_least(int, 1), default=24, metavar="N", help="mqar, ablation: tokens of a text [24; 128]")
