@@ -171,14 +171,16 @@ def in_products(a):
 def recur(decay, rows=None, times=None):
     """Return y_t = decay_t * y_{t-1} + times_t * rows_t, with y_0 = 0, and the last y: decay, times (.., c), rows, y
     (.., c, k). Without rows they are the identity, without times 1. Many columns take one product, or a loop over
-    tokens, whose rows stay in a CPU's cache. For few columns each pass doubles the number of rows that are summed."""
-    if rows is None or rows.shape[-1] > 4 and in_products(rows):
+    tokens, whose rows stay in a CPU's cache. Few columns take one kernel, or passes that double what is summed."""
+    wide = rows is None or rows.shape[-1] > 4
+    if in_products(decay) and (wide or decay.shape[-1] <= 128):       # longer, the backward would hold (c, c) numbers
         y = decays(decay) if times is None else decays(decay) * times[..., None, :]
-        y = y if rows is None else y @ rows
+        if rows is not None:
+            y = y @ rows if wide else (y[..., None] * rows[..., None, :, :]).sum(-2)
         return y, y[..., -1:, :]
     rows = rows if times is None else times[..., None] * rows
     decay, s = decay[..., None], 1
-    if rows.shape[-1] > 4:
+    if wide:
         y = [rows[..., :1, :]]
         for factor, row in zip(decay.split(1, -2)[1:], rows.split(1, -2)[1:]):
             y.append(torch.addcmul(row, factor, y[-1]))
@@ -190,10 +192,15 @@ def recur(decay, rows=None, times=None):
     return rows, rows[..., -1:, :]
 
 
+def log_products(decay):
+    """Return the logarithms of the products decay_1 .. decay_t, (.., c). A decay of 0 counts as the smallest normal
+    number, and in float32 long sums leave the products with a relative error of 1e-5."""
+    return decay.clamp_min(torch.finfo(decay.dtype).tiny).log().cumsum(-1)
+
+
 def decays(decay):
-    """Return the products decay_{s+1} .. decay_t, (.., c) -> (.., c, c), 1 where s = t and 0 where s > t. A decay of 0
-    counts as the smallest normal number, and in float32 long sums of logarithms leave a relative error of 1e-5."""
-    sums = decay.clamp_min(torch.finfo(decay.dtype).tiny).log().cumsum(-1)
+    """Return the products decay_{s+1} .. decay_t, (.., c) -> (.., c, c), 1 where s = t and 0 where s > t."""
+    sums = log_products(decay)
     causal = torch.ones(*sums.shape[-1:] * 2, dtype=torch.bool, device=decay.device).tril()
     return (sums[..., None] - sums[..., None, :]).where(causal, -torch.inf).exp()
 
@@ -206,6 +213,8 @@ def recur_back(decay, rows):
 def products(decay):
     """Return the products decay_1 .. decay_t: (.., c) -> (.., c, 1). The backward of torch.cumprod divides by the
     factors, and first asks the GPU whether one of them is 0."""
+    if in_products(decay):
+        return log_products(decay).exp()[..., None]
     return recur(decay, F.pad(decay[..., :1, None], (0, 0, 0, decay.shape[-1] - 1)))[0]
 
 
