@@ -54,7 +54,7 @@ USUAL = {"episodes": dict(out="out-episodes", model="omeganet", seq_len=24, batc
 USES = dict(episodes="data seq_len optimizer embed_lr gates_lr outer_muon_lr batches masks arithmetic eval_windows "
                      "words", grok="embed_start stablemax perp_grad")
 NO_FLAG = ("size tokenizer bpe_size init grad_accum telemetry wandb tensorboard dtype compile remat documents "
-           "report_tokens memory_dtype").split()
+           "report_tokens memory_dtype graph").split()
 
 
 def settings(given, old=None):

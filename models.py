@@ -173,6 +173,26 @@ def build(preset="atlas", size="tiny", **overrides):
     return LM(configure(preset, size, **overrides))
 
 
+def kept_bytes(config, batch, T, remat=False):
+    """Return about how many bytes `LM.loss` keeps for backward, for (batch, T) tokens on a GPU, compiled, in bfloat16.
+    Counted without a GPU, and checked in test_all.py. What a compiled function makes is computed again."""
+    c, N = config, batch * T
+    ends, inner = N * (4 * c.vocab_size + 12 * c.n_embd), c.n_head * c.head_dim        # the float32 logits, embedding
+    layer = 4 * N * c.n_embd
+    if not c.attention:
+        exp, blocks = c.features == "exp", c.chunk / c.rule().muon_every if c.muon else 0
+        E = c.head_dim + T if exp else features_dim(c.features, c.head_dim, c.degree, c.sketch_dim)
+        sizes = memory.shapes(c.memory, E, c.expansion * c.head_dim, c.head_dim)
+        rows = 12 * E if exp else 4 * E                       # of a token and head: phi(q), phi(k), with exp one-hot x
+        rows += 4 * c.head_dim + sum(4 * out for _, out in sizes[:-1])                 # what was written: x, d
+        rows += 0 if c.muon else 4 * (c.chunk + c.window)                              # P
+        states = 4 * sum(map(math.prod, sizes)) * (1 + c.momentum + (1 + blocks) * c.muon) / c.chunk   # W, S, U, O
+        layer = N * (17 * (c.n_embd + inner) + c.n_head * (rows + states)) * (1 + bool(c.shard))
+    if c.wiring != "lmm":
+        layer += N * 4 * (4 * c.n_embd + 4 * inner)
+    return int(ends + layer + (4 * N * c.n_embd if remat else layer) * (c.n_layer - 1))
+
+
 def title(name):
     """Return a preset, changed or not, as atlas,memory=mlp, in the words of a picture."""
     words = dict(transformer="transformer (RoPE)", deltanet="DeltaNet", titans="Titans", omeganet="OmegaNet",

@@ -56,7 +56,7 @@ class Features(nn.Module):
         if kind in ("elementwise", "monomial", "sketch"):
             self.scale = nn.Parameter(torch.tensor([math.factorial(i) ** -0.5 for i in range(degree + 1)]))
         if kind == "sketch":                                  # the same for each seed, and saved with the model
-            drawn = torch.randn(2, dim, sketch_dim, generator=torch.Generator().manual_seed(seed))
+            drawn = torch.randn(2, dim, sketch_dim, generator=torch.Generator().manual_seed(seed), device="cpu")
             self.register_buffer("sketch", drawn / sketch_dim ** 0.25)
 
     def forward(self, x):

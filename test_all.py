@@ -963,7 +963,7 @@ def test_attention_piece_by_piece():
 def test_rope_is_relative():
     """Catches: angles in float32, off by 0.3 after 20 million tokens; q and k turned by different positions."""
     q, k = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
-    near, far = (wiring.rope(q, pos) @ wiring.rope(k, pos).mT for pos in (0, 20_000_000))
+    near, far = (a @ b.mT for a, b in (wiring.rope(pos, q, k) for pos in (0, 20_000_000)))
     close(far, near, 1e-5)
     assert not torch.allclose(near, q @ k.mT, atol=0.1)
 
@@ -2142,7 +2142,8 @@ def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capsys):
     assert second.communicate(timeout=60)[0] == "" and second.returncode == 143
     assert saved(tmp_path / "two")["step"] == 3
     for a, b in zip(*(rows(tmp_path / out, "step", "loss", "grad_norm") for out in ("one", "two")), strict=True):
-        assert list(map(float, a)) == pytest.approx(list(map(float, b)), rel=2e-3)
+        one, two = list(map(float, a)), list(map(float, b))
+        assert one[:2] == pytest.approx(two[:2], rel=1e-6) and one[2] == pytest.approx(two[2], rel=2e-3)
     assert "multiple" in refused(capsys, train.main, *argv, "--grad-accum", 3)
     monkeypatch.delenv("MASTER_PORT")                         # WORLD_SIZE=2 python train.py
     assert "torchrun" in refused(capsys, train.main, *argv)
@@ -2165,6 +2166,44 @@ def test_without_a_compiler_and_with_remat_the_run_is_the_same(text, trained, tm
     torch.compiler.set_stance("default")
     assert re.search("torch.compile failed.*no compiler", capsys.readouterr().out)
     assert same(saved(tmp_path)["model"], saved(trained)["model"])
+
+
+@pytest.mark.parametrize("model, size, shape, changes, gib", [      # gpucost.py --model .. --set .., with vocab_size=1024
+    ("atlas", "170m", (8, 4096), dict(n_layer=2), 3.66), ("omeganet", "170m", (8, 4096), dict(n_layer=1), 3.00),
+    ("titans", "170m", (8, 4096), dict(n_layer=1), 2.80), ("deltanet", "170m", (8, 4096), dict(n_layer=1), 2.49),
+    ("atlas", "340m", (4, 4096), dict(n_layer=1), 1.41), ("atlas", "34m", (8, 4096), dict(n_layer=1), 1.10),
+    ("transformer", "170m", (8, 4096), dict(n_layer=2), 0.51)])
+def test_what_is_kept_for_backward(model, size, shape, changes, gib):
+    """The formula against what forward left alive, counted on fake tensors of a GPU."""
+    config = models.configure(model, size, **dict(vocab_size=1024) | changes)
+    assert models.kept_bytes(config, *shape) / 2**30 == pytest.approx(gib, rel=0.25)
+
+
+@pytest.mark.parametrize("size", models.SIZES)
+def test_each_preset_and_size_fits_a_gpu(size):
+    """Chunks of 32 kept 195 GiB a layer of 170m. Catches a size whose batch is too large, or whose step shrinks."""
+    for preset in models.PRESETS:
+        config = models.configure(preset, size, vocab_size=65 if size in ("tiny", "baby") else 50257)
+        with torch.device("meta"):
+            model = models.LM(models.Config(**{**vars(config), "n_layer": 1}))
+        parameters = model.num_params() + (config.n_layer - 1) * sum(p.numel() for p in model.blocks.parameters())
+        tc = train.TrainConfig(**train.TRAIN_SIZES[size])
+        tokens = tc.batch_size * tc.grad_accum
+        train.fit(tc, config, parameters)
+        assert train.gpu_gib(tc, config, parameters) <= 60 and tc.batch_size * tc.grad_accum == tokens, preset
+
+
+def test_a_recorded_run_is_the_same(text, trained, tmp_path, monkeypatch, capsys):
+    """--graph must train on what was drawn, and where nothing can be recorded go on without it, in one line."""
+    run = lambda: go(text, tmp_path, *FLAGS, "--graph") or same(saved(tmp_path)["model"], saved(trained)["model"])
+    assert run() and "no CUDA graph, going on" in capsys.readouterr().out
+    calls = []
+
+    def record(module, inputs, allow_unused_input):
+        return lambda *new: calls.append([a.shape for a in inputs] == [a.shape for a in new]) or module(*new)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
+    assert run() and all(calls) and len(calls) == saved(tmp_path)["step"] * saved(tmp_path)["train"]["grad_accum"]
+    assert "--memory-floor" in refused(capsys, train.main, *RUN, "--graph", "--wiring", "mag", "--memory-floor", ".1")
 
 
 # ---- sampling
@@ -2589,9 +2628,9 @@ def test_stablemax_and_perp_grad():
 
 ROOT = Path(omega.__file__).resolve().parent
 README, MORE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/README.md"))
-LINES = dict(memory=150, muon=130, poly=105, omega=620, shards=95, wiring=300, models=600, common=310, train=590,
+LINES = dict(memory=150, muon=130, poly=105, omega=620, shards=95, wiring=300, models=610, common=310, train=590,
              data=430, recall=370, eval=330, episodic=280, bench=310, sample=105, test_all=2800)
-PROGRAM = 4460                                                # lines of all but test_all.py
+PROGRAM = 4500                                                # lines of all but test_all.py
 BELOW = {name: {} for name in ("memory", "muon", "poly", "common")} | dict(      # what a file may import of ours
     data={"common"}, omega={"memory", "muon", "poly"}, shards={"memory", "omega"}, wiring={"omega"},
     models={"memory", "omega", "shards", "common", "muon", "poly", "wiring"},

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, locked, native_bfloat16, need,
                     noted_signals, opt, pick_dtype, plot, replacing, say, setup)
 from data import BORDER, TOKENIZERS, Tokenizer, batch, documents, encode_prompt, make_tokenizer, read, streams, windows
-from models import LM, PRESETS, SIZES, Config, Memory, holds_all, probe, sized
+from models import LM, PRESETS, SIZES, Config, Memory, holds_all, kept_bytes, probe, sized
 from muon import make_optimizers
 from wiring import set_floor
 
@@ -74,6 +74,7 @@ class TrainConfig:
     memory_dtype: str = opt("auto", "products of the memory; auto: as --dtype on CUDA", choices=("auto", "float32"))
     dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32", choices=("auto", "float32", "bfloat16"))
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
+    graph: bool = opt(False, "forward and backward as CUDA graphs, one launch each (not tried yet)")
     remat: bool = opt(False, "compute each block again in backward: less memory, a third more time")
     threads: int = opt(0, "CPU threads; 0: torch decides")
 
@@ -94,7 +95,7 @@ TRAIN_SIZES = {                                               # differences from
     "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
 }
 NO_FLAG = "vocab_size", "attention"                           # which the tokenizer and the preset decide
-LAUNCH = {"out", "resume", "device", "compile", "threads", "wandb", "tensorboard"}    # never read from a checkpoint
+LAUNCH = {"out", "resume", "device", "compile", "graph", "threads", "wandb", "tensorboard"}    # never read from a checkpoint
 RATES = {"lr", "outer_muon_lr"}                               # may be lower on --resume
 FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "telemetry", "report_tokens"}     # may differ
 KEPT = {"model", "size", "tokenizer", "bpe_size"}             # --init takes them from the checkpoint
@@ -129,6 +130,8 @@ def settings(given, old=None):
     needs = {"--forget start": config.forget == "zero", "--persistent 0": config.wiring != "lmm" and config.persistent}
     if tc.documents and any(needs.values()):
         raise UserError(f"--documents needs {' and '.join(name for name, lacks in needs.items() if lacks)}")
+    if tc.graph and config.memory_floor != "0":
+        raise UserError("--graph needs --memory-floor 0: what is recorded does not change")
     if tc.grad_accum % PROCESSES:
         raise UserError(f"--grad-accum {tc.grad_accum} is no multiple of the number of processes, {PROCESSES}")
     if not resume and "warmup" not in given:
@@ -136,12 +139,27 @@ def settings(given, old=None):
     return tc, config
 
 
+def gpu_gib(tc, config, parameters):
+    """Return about how many GiB a training step needs on a GPU: weights, gradients and AdamW's two moments; what is
+    kept for backward; and passing through it, float32 logits twice, and (chunk, chunk) numbers of one layer."""
+    B, T = tc.batch_size, tc.seq_len
+    passing = 0 if config.attention else config.n_head * min(config.chunk, T)
+    return (16 * parameters + kept_bytes(config, B, T, tc.remat) + 8 * B * T * (config.vocab_size + passing)) / 2**30
+
+
+def fit(tc, config, parameters, most=60):
+    """Halve the batch, with twice as many in a step, until a step needs at most 60 GiB; if that is not enough, --remat."""
+    while gpu_gib(tc, config, parameters) > most and tc.batch_size > 1 and tc.batch_size % 2 == 0:
+        tc.batch_size, tc.grad_accum = tc.batch_size // 2, 2 * tc.grad_accum
+    tc.remat = tc.remat or gpu_gib(tc, config, parameters) > most
+
+
 # ---- what is trained
 class Task:
     """What a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns inputs
     and targets, with mask and reset of documents that begin at multiples of period, as a function of (seed, number).
     `launch` also needs vocab_size, data (what is read), finish(model, run). A checkpoint keeps `saved`."""
-    about, saved, columns = "", {}, []
+    about, saved, columns, recorded = "", {}, [], None        # recorded: takes the place of model.loss
 
     def __init__(self, tc, device, dtype=torch.float32):
         self.tc, self.device, self.dtype, self.seen = tc, device, dtype, 0       # seen: tokens so far
@@ -149,13 +167,17 @@ class Task:
     def begin(self, model):
         """Change the starting values of a new model, or say what a new run is about to cost."""
 
-    def loss(self, model, number):
+    def inputs(self, model, number):
+        """Return what `draw` does, on the device."""
         pinned = (lambda a: a.pin_memory()) if self.device.type == "cuda" else (lambda a: a)     # else a copy waits
         drawn = map(pinned, self.draw(number, model.config.period()))
-        x, y, *marks = (a.to(self.device, non_blocking=True) for a in drawn)
-        self.seen += x.numel()
+        return tuple(a.to(self.device, non_blocking=True) for a in drawn)
+
+    def loss(self, model, number):
+        inputs = self.inputs(model, number)
+        self.seen += inputs[0].numel()
         with autocast(self.device, self.dtype):
-            return model.loss(x, y, *marks)
+            return (self.recorded or model.loss)(*inputs)
 
     def optimizers(self, model):
         """Return the optimizers of the model, each made with its peak learning rate."""
@@ -482,6 +504,18 @@ def compile_model(model, task):
     model.zero_grad()
 
 
+def record(model, task):
+    """Return model.loss as two CUDA graphs, forward and backward. Where that fails, say so and return None."""
+    whole = torch.nn.Module()
+    whole.model, whole.forward = model, model.loss
+    try:
+        with torch.autocast(task.device.type, task.dtype, task.dtype != torch.float32, cache_enabled=False):
+            return torch.cuda.make_graphed_callables(whole, task.inputs(model, 0), allow_unused_input=True)
+    except Exception as fault:                                # whatever a capture forbids
+        say(f"warning: no CUDA graph, going on without one: {fault!r:.200}")
+        model.zero_grad()
+
+
 def launch(given, settings=settings, make_task=Text, text=True):
     """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
     if not 0 <= RANK < PROCESSES or PROCESSES > 1 and not (text and "MASTER_PORT" in os.environ):
@@ -512,6 +546,11 @@ def launch(given, settings=settings, make_task=Text, text=True):
     model = rebuild(old, config)[0] if old else LM(config)
     if not resume:
         torch.no_grad()(task.begin)(model)
+    if device.type == "cuda" and text:
+        if not (resume or given.keys() & {"batch_size", "grad_accum", "remat"}):
+            fit(tc, config, model.num_params())
+        say(f"a step needs about {gpu_gib(tc, config, model.num_params()):.1f} GiB, in batches of {tc.batch_size}"
+            f"{' with --remat' * tc.remat}; a guess from counted sizes, not measured")
     model.to(device).train().remat = tc.remat
     run = dict(step=0, best=math.inf, seconds=0.0, start=None, wandb=None)
     run = {key: old.get(key) if resume else value for key, value in run.items()}
@@ -527,6 +566,7 @@ def launch(given, settings=settings, make_task=Text, text=True):
     with nullcontext() if RANK else locked(Path(tc.out)):
         if tc.compile:
             compile_model(model, task)
+        task.recorded = record(model, task) if tc.graph else None
         stopped = train(model, optimizers, run, task)
         if PROCESSES > 1:
             dist.barrier()                                    # torchrun ends all when one ends: not before 0 has saved

@@ -90,14 +90,16 @@ class AttentionState(NamedTuple):
     seen: torch.Tensor | None = None      # (B, n) bool: which k later tokens may look at; None: all
 
 
-def rope(x, pos):
-    """Rotate pairs of coordinates of x (B, H, T, D) by position; the first token is at `pos` (RoPE, Su et al. 2021)."""
+def rope(pos, *xs):
+    """Rotate pairs of coordinates of each x (B, H, T, D) by position; the first token is at `pos` (RoPE, Su et al.
+    2021)."""
+    x = xs[0]
     half, exact = x.shape[-1] // 2, torch.float32 if x.device.type == "mps" else torch.float64   # long streams need it
     freq = 10000.0 ** (-torch.arange(half, device=x.device, dtype=exact) / half)
     turns = torch.arange(pos, pos + x.shape[2], device=x.device, dtype=exact)[:, None] * (freq / (2 * math.pi))
     angle = (2 * math.pi * turns.frac()).to(torch.promote_types(x.dtype, torch.float32))
-    cos, sin, a, b = angle.cos(), angle.sin(), x[..., :half], x[..., half:]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+    cos, sin, halves = angle.cos(), angle.sin(), [(x[..., :half], x[..., half:]) for x in xs]
+    return [torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype) for a, b in halves]
 
 
 class Attention(nn.Module):
@@ -127,7 +129,7 @@ class Attention(nn.Module):
         check_input(self, x, state, mask, reset)
         w, pos = self.config.attn_window, state.pos if state else 0
         q, k, v = self.project(x)
-        q, k = rope(self.q_norm(q), pos), rope(self.k_norm(k), pos)                              # choice 17
+        q, k = rope(pos, self.q_norm(q), self.k_norm(k))                                         # choice 17
         doc, keys = numbered(x, mask, reset, state and state.seen, state.k.shape[2] if state else 0)
         if state:
             k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
@@ -262,8 +264,8 @@ class Wiring(nn.Module):
             M0 = omega.grown(self.memory.M0, [w.shape[-2] for w in frozen[0]])
             frozen = tuple(torch.where(reset[:, :1, None, None], *pair) for pair in zip(M0, frozen[0])), frozen[1]
         projected = [tuple(a.project(h)) for h in (self.memory.retrieve(x, *frozen), x)]         # Titans Eq 21
-        q = rope(a.q_norm(projected[-1][0]), pos)                                                # of x alone
-        ks = torch.stack([rope(a.k_norm(k), pos) for _, k, _ in projected], 2)                   # (B, H, 2, T, D)
+        q, *ks = rope(pos, a.q_norm(projected[-1][0]), *(a.k_norm(k) for _, k, _ in projected))  # q: of x alone
+        ks = torch.stack(ks, 2)                                                                  # (B, H, 2, T, D)
         vs = torch.stack([v for _, _, v in projected], 2)
         doc, keys = numbered(x, mask, reset, *((old.seen, old.k.shape[3]) if (old := state.attention) else (None, 0)))
         if old:
