@@ -207,7 +207,7 @@ def accuracy(model, batches):
 
 
 def score(title, args, device, vocab, draw, turns, columns, name, seed):
-    """Train a model on draw(size, generator), sizes from turns in turn. Return its accuracy for each size of columns."""
+    """Train a model on draw(size, generator), sizes from turns in turn. Return its accuracy for those of columns."""
     model = trained(name, seed, args, device, vocab, lambda step, g: draw(turns[step % len(turns)], g), title)
     return [accuracy(model, (draw(size, randomness(seed, i, test=True)) for i in range(4))) for size in columns]
 
@@ -315,7 +315,8 @@ def ablation_task(args, device):
 
 TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
 BY_TASK = dict(needle=dict(steps=1200), mad=dict(steps=600), ablation=dict(batch_size=16, seq_len=128, steps=600))
-USES = dict(needle="model lengths train_lengths plot", mqar="model pairs vocab seq_len train_lengths plot", mad="model", ablation="seq_len")
+USES = dict(needle="model lengths train_lengths plot", mqar="model pairs vocab seq_len train_lengths plot",
+            mad="model", ablation="seq_len")
 SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab", "train_lengths"  # of a result
 
 

@@ -95,7 +95,7 @@ TRAIN_SIZES = {                                               # differences from
     "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
 }
 NO_FLAG = "vocab_size", "attention"                           # which the tokenizer and the preset decide
-LAUNCH = {"out", "resume", "device", "compile", "graph", "threads", "wandb", "tensorboard"}    # never read from a checkpoint
+LAUNCH = {"out", "resume", "device", "compile", "graph", "threads", "wandb", "tensorboard"}     # of a launch, not of a run
 RATES = {"lr", "outer_muon_lr"}                               # may be lower on --resume
 FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "telemetry", "report_tokens"}     # may differ
 KEPT = {"model", "size", "tokenizer", "bpe_size"}             # --init takes them from the checkpoint
@@ -148,7 +148,7 @@ def gpu_gib(tc, config, parameters):
 
 
 def fit(tc, config, parameters, most=60):
-    """Halve the batch, with twice as many in a step, until a step needs at most 60 GiB; if that is not enough, --remat."""
+    """Halve the batch, with twice as many in a step, until a step needs at most 60 GiB. Where 1 needs more, --remat."""
     while gpu_gib(tc, config, parameters) > most and tc.batch_size > 1 and tc.batch_size % 2 == 0:
         tc.batch_size, tc.grad_accum = tc.batch_size // 2, 2 * tc.grad_accum
     tc.remat = tc.remat or gpu_gib(tc, config, parameters) > most

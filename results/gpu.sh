@@ -1,38 +1,50 @@
 #!/usr/bin/env bash
-# On a GPU, from the repository's root: bash results/gpu.sh. It takes at most ten minutes, and writes gpu.log
-# and bench-gpu.json to $OUT, or results/.
-# Each part has a limit of its own, and the next one begins whatever became of it.
+# On a GPU, from the repository's root: bash results/gpu.sh. It takes at most ten minutes, and writes gpu.log and
+# gpu.json to $OUT, or results/. Each part has a limit of its own, and the next one begins whatever became of it.
 set -uo pipefail
-out=${OUT:-results} device=${DEVICE:-cuda} steps=${STEPS:-100}
+out=${OUT:-results} device=${DEVICE:-cuda} steps=${STEPS:-300} sizes=${SIZES:-baby 170m}
 work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
 mkdir -p "$out" && : > "$out/gpu.log" || exit
-export PYTHONUNBUFFERED=1
-
+export PYTHONUNBUFFERED=1 PYTHONPATH=.
 part() {                                # part <name> <seconds> <command>: Ctrl-C at the limit, so results are kept
     echo "== $1" | tee -a "$out/gpu.log"
-    timeout -s INT -k 10 "$2" "${@:3}" 2>&1 | grep --line-buffered -v '^{' | tee -a "$out/gpu.log" | tail -n 14
+    timeout -s INT -k 10 "$2" "${@:3}" 2>&1 | tee -a "$out/gpu.log" | tail -n 20
     echo "exit code ${PIPESTATUS[0]}" | tee -a "$out/gpu.log"
 }
-
-cat > "$work/check.py" <<'END'
-import sys, torch, models               # loss and gradients of each model, there and on the CPU
-sys.stdout.reconfigure(line_buffering=True)
-for name in models.PRESETS:
-    torch.manual_seed(0)
-    model, x = models.build(name, n_layer=1), torch.randint(65, (2, 301))
-    grads = []
-    for device in ("cpu", sys.argv[1]):
-        model.to(device).zero_grad()
-        model.loss(x[:, :-1].to(device), x[:, 1:].to(device)).backward()
-        grads.append(torch.cat([p.grad.flatten().cpu() for p in model.parameters() if p.grad is not None]))
-    error = ((grads[1] - grads[0]).norm() / grads[0].norm()).item()
-    print(f"{name:16} gradient off by {error:.1e}{'' if error < 1e-2 else '   FAIL'}")
+cat > "$work/step.py" <<'END'
+import json, sys, time, torch, models, train                 # steps, and gradients beside a float32 CPU's
+device, file, *sizes = train.setup(sys.argv[1], 0), *sys.argv[2:]
+gpu, rows, names = device.type == "cuda", [], ("transformer", "titans", "omeganet", "atlas")
+COUNTED = {"baby": (11, 36, 34, 45), "170m": (168, 485, 456, 573)}    # ms of a step by launches and bytes: a guess
+for size, name, graph in [(s, n, g) for s in sizes for n in names for g in (False, True)]:
+    tc, config = train.settings(dict(model=name, size=size, grad_accum=1, dropout=0.0, device=device.type))
+    config.vocab_size = 50304 if size == "170m" else 65
+    model, task, off, times = models.LM(config).to(device), train.Task(tc, device, torch.bfloat16), 0.0, [0]
+    ids = torch.randint(65, (2, tc.batch_size, tc.seq_len))
+    task.draw, optimizers = lambda *_: ids, task.optimizers(model)
+    try:
+        gpu and (torch.cuda.reset_peak_memory_stats(), model.compile_memory())
+        if size != "170m" and not graph:
+            grads = [torch.autograd.grad(task.loss(model, 0), [*model.parameters()])]
+            with torch.compiler.set_stance("force_eager"):
+                grads.append(torch.autograd.grad(model.cpu().loss(*ids), [*model.parameters()]))
+            mine, theirs = (torch.cat([g.flatten().cpu() for g in these]) for these in grads)
+            off = ((mine - theirs).norm() / theirs.norm() / (model.to(device) is model)).item()
+        task.recorded = train.record(model, task) if graph else None
+        for _ in range(9):
+            begun = time.perf_counter()
+            train.train_step(model, optimizers, task, tc.steps)[0].item()                # at a rate of 0
+            times.append(1e3 * (time.perf_counter() - begun))
+    except Exception as fault:          # out of memory, or nothing could be recorded
+        print(size, name, f"{fault!r:.300}")
+    rows.append(dict(size=size, name=name, graph=bool(task.recorded), ms=sorted(times[4:] or [0])[len(times[4:]) // 2],
+        counted_ms=COUNTED.get(size, 4 * [0])[names.index(name)], gib=gpu and torch.cuda.max_memory_allocated() / 2**30,
+        formula_gib=train.gpu_gib(tc, config, model.num_params()), gradient_off=off))
+    print("  ".join(f"{key} {value if isinstance(value, str) else round(value, 4)}" for key, value in rows[-1].items()))
+    open(file, "w").write(json.dumps(dict(torch=torch.__version__, rows=rows), indent=1))
 END
-
-part check 50 env PYTHONPATH=. python3 "$work/check.py" "$device"
-if python3 -c 'import pytest' 2>/dev/null; then part tests 80 python3 -m pytest -q -x test_all.py -k gpu; fi
-for model in atlas omeganet transformer; do
+part tests 60 python3 -m pytest -q -x test_all.py -k gpu
+part step 330 python3 "$work/step.py" "$device" "$out/gpu.json" $sizes
+for model in atlas transformer; do
     part "train-$model" 90 python3 train.py --device "$device" --model $model --steps "$steps" --out "$work/$model"
 done
-part bench 170 python3 bench.py --device "$device" --minutes 1.5 --part layer --part step --part decode \
-    --model transformer --model titans --model omeganet --model atlas --json "$out/bench-gpu.json"
