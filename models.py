@@ -141,7 +141,7 @@ PRESETS = {
 _large = dict(memory="mlp", head_dim=0, expansion=2, features="sketch", sketch_dim=79, chunk=512, muon_every=512)
 SIZES = {
     "tiny": dict(),
-    "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1),
+    "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1, chunk=128, muon_every=128),
     "34m": dict(n_layer=6, n_head=6, n_embd=384, tie=True, **_large),
     "54m": dict(n_layer=6, n_head=8, n_embd=512, tie=True, **_large),
     "67m": dict(n_layer=8, n_head=8, n_embd=512, tie=True, **_large),
