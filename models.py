@@ -61,6 +61,10 @@ class Config:
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
     forget: str = opt("start", "what keep < 1 decays to: M0, or zero as the paper prints", ("start", "zero"))
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
+    lookback: int = opt(0, "heads whose key is the query of the token before: they recall what came next")
+    lookback_layer: int = opt(0, "the block that has such heads, from 1; 0: all")
+    scales: str = opt("", "starting scales of phi's degrees where heads look back, as 0,0,1; '': 1 / sqrt(i!)")
+    norm_floor: float = opt(0.0, "added there to the mean square that divides a head's output: weak reads stay weak")
     window_gate: str = opt("token", "weights of a window (gamma): learned for each token, or uniform",
                            ("token", "uniform"))
     max_step: float = opt(2.0, "upper bound of a chunk's summed step sizes (eta): each is at most max_step / chunk")
@@ -94,6 +98,10 @@ class Config:
             (not alone and E > 10**6, "more than a million features; lower --degree or --head-dim"),
             (self.shard and (alone or self.wiring == "mac" or self.features == "exp"),
              "--shard needs a memory with finite features, and another --wiring than mac"),
+            (self.lookback > self.n_head or self.lookback and not self.conv or self.lookback_layer > self.n_layer,
+             "--lookback is at most --n-head, --lookback-layer at most --n-layer, and both need --conv"),
+            (self.scales and not re.fullmatch(rf"\d*\.?\d+(,\d*\.?\d+){{{self.degree}}}", self.scales),
+             f"--scales takes {self.degree + 1} numbers, as 0,0,1, not {self.scales!r}"),
             (self.features == "sketch" and self.degree != 2, "--features sketch needs --degree 2"),
             (not alone and self.muon and self.features == "exp", "--features exp needs --no-muon: it is infinite"),
         ):
@@ -226,7 +234,10 @@ class Memory(nn.Module):
         super().__init__()
         self.config = config
         c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
-        self.qkv = nn.Linear(d, 3 * inner, bias=False)
+        back = c.lookback if c.lookback_layer in (0, seed + 1) else 0
+        self.shared = back * c.head_dim                       # columns of q that make k, too
+        self.qkv = nn.Linear(d, 3 * inner - self.shared, bias=False)
+        self.inner, self.tail = inner, self.conv_width - 1 + (back > 0)
         self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
         self.n_gates = [1, 1, int(c.momentum), c.window if c.window_gate == "token" else 0]      # as in make_gates
         self.gates = nn.Linear(d, H * sum(self.n_gates))
@@ -244,13 +255,23 @@ class Memory(nn.Module):
         H, c = self.config.n_head, self.config
         if self.conv is not None:                             # each channel begins with a random mixture of four tokens
             nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
+            if self.shared:                                   # what is recalled is the token itself
+                with torch.no_grad():
+                    self.conv[:, 2 * self.inner: 2 * self.inner + self.shared] *= 0.2
+                    self.conv[-1, 2 * self.inner: 2 * self.inner + self.shared] = 1
         for M0 in (self.M0, self.global_M0):                  # x W is as long as 2 phi(k); it adds little (choice 10)
             for W in M0:
                 last = 1.0 if c.memory_norm else 0.25
                 std = 0.0 if c.memory == "linear" else last if W is M0[-1] else 2.0
                 nn.init.normal_(W, std=std * M0[-1].shape[1] ** -0.5)
+        if c.scales and self.shared:
+            with torch.no_grad():
+                self.phi.scale.copy_(torch.tensor([*map(float, c.scales.split(","))]))
         nn.init.normal_(self.gates.weight, std=0.02)
         keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)       # 0.73 .. 0.998, by head  (choice 16)
+        back = self.shared // c.head_dim                      # heads that recall must not forget: 0.995 .. 0.9999
+        keep[H - back:] = torch.linspace(4, 8, back) if back > 1 else 6.0
+        keep = keep.roll(back)
         step, others = torch.full((H, 1), c.step_start), torch.zeros(H, sum(self.n_gates[2:]))   # 1/4 of its bound, 1/2
         with torch.no_grad():
             self.gates.bias.copy_(torch.cat([keep[:, None], step, others], 1).flatten())
@@ -275,7 +296,7 @@ class Memory(nn.Module):
         if c.shard:
             kk = fast.W[0].new_zeros(B, c.n_head, c.head_dim, c.head_dim)
             fast = shards.Shards(tuple(self.M0), fast, None, kk, 0)
-        return MemoryState(fast, x.new_zeros(B, self.conv_width - 1, self.qkv.out_features), c)
+        return MemoryState(fast, x.new_zeros(B, self.tail, 3 * self.inner), c)
 
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. mask and reset: as in LM. Raises
@@ -299,26 +320,34 @@ class Memory(nn.Module):
 
     def project(self, x, state, doc=None, pairs=None):
         """Return q, k, v (B, H, T, D), the gates, and what the convolution carries on. doc, pairs: from `numbered`."""
-        qkv, n, same = self.qkv(x), self.conv_width - 1, None
+        qkv, n, same, taps, shared = self.qkv(x), self.tail, None, self.conv, self.shared
+        if shared:                                            # k_t is q_{t-1}
+            qkv = torch.cat([qkv[..., :self.inner], qkv[..., :shared], qkv[..., self.inner:]], -1)
+            earlier, taps = F.pad(taps[:, :shared], (0, 0, 0, 1)), F.pad(taps, (0, 0, 1, 0))
+            taps = torch.cat([taps[:, :self.inner], earlier, taps[:, self.inner + shared:]], 1)
         before = state.conv.to(qkv.dtype)
         if doc is not None:
             here, docs = pairs[:, -x.shape[1]:, None] >= 0, F.pad(doc, (n, 0))
             qkv, same = qkv * here, docs.unfold(1, n + 1, 1) == doc[..., None]
         inputs = torch.cat([before, qkv], 1)
         tail = inputs[:, -n:].clone() if doc is None else inputs[:, -n:] * (docs[:, -n:] == doc[:, -1:])[..., None]
-        qkv = F.silu(qkv) if self.conv is None else short_conv(inputs, self.conv, same)
+        qkv = F.silu(qkv) if self.conv is None else short_conv(inputs, taps, same)
         q, k, v = (heads(a, self.config.n_head) for a in qkv.chunk(3, -1))
         with without_autocast(x):
             return unit(q), unit(k), at_least_float32(v), self.make_gates(x), tail                # choice 8
 
     def finish(self, x, y):
         """Apply the norm of each head, the output gate and the projection: y (B, H, T, D) -> (B, T, n_embd)."""
-        y = self.norm(y).transpose(1, 2).flatten(2).to(x.dtype)
+        if self.shared and self.config.norm_floor:
+            y = y * (y.square().mean(-1, keepdim=True) + self.config.norm_floor).rsqrt() * self.norm.weight
+        else:
+            y = self.norm(y)
+        y = y.transpose(1, 2).flatten(2).to(x.dtype)
         return self.out(y * F.silu(self.out_gate(x)))
 
     def retrieve(self, x, W, keys=None):
         """Return M*(q), Titans Eq 21: what fast weights W recall for x (B, T, n_embd) without writing."""
-        q = heads(F.silu(self.qkv(x).chunk(3, -1)[0]), self.config.n_head)       # no convolution: choice 18
+        q = heads(F.silu(self.qkv(x)[..., :self.inner]), self.config.n_head)       # no convolution: choice 18
         with without_autocast(x):
             y = self.recall(unit(q), W, keys)
         return self.finish(x, y)

@@ -2291,6 +2291,41 @@ def test_position_loss_by_hand():
     assert eval.buckets(100) == [(0, 16), (16, 32), (32, 64), (64, 100)] and eval.buckets(16) == [(0, 16)]
 
 
+def test_twice_by_hand():
+    """Catches readings mixed up, and the border counted: this model is sure of what stands one passage before."""
+    def logits(x):
+        before = torch.cat([x[:, :1].expand(-1, 5), x[:, :-5]], 1)               # 6 tokens long: x_{t-5} is x_{t+1}
+        return 50 * F.one_hot(before, 9).float() * (torch.arange(x.shape[1]) >= 5)[:, None]
+    ids = torch.randint(9, (61,), generator=torch.Generator().manual_seed(1))
+    at = eval.twice(Stub(logits), ids, 6, batch_size=4, n=9)
+    assert len(at) == 11 and torch.allclose(at[:5], torch.full((5,), math.log(9)).double()) and at[5:].max() < 1e-6
+
+
+def test_repeated_windows():
+    """Catches passages that do not come again, targets that are not the next tokens, a share that is another."""
+    ids = torch.arange(65).expand(2000, -1)
+    for on in (False, True):
+        x, y = train.repeated(ids[:, :-1], ids[:, 1:], 0.25, on, 1, 2)
+        back = ids - torch.cat([x, y[:, -1:]], 1)
+        rows, period = back.bool().any(1), back.masked_fill(back == 0, 99).amin(1)
+        assert (x[:, 1:] == y[:, :-1]).all() and 0.2 < rows.float().mean() < 0.3
+        assert period[rows].min() == 16 and period[rows].max() == 32
+        second = back == period[:, None]
+        assert (second.sum(1) == period)[rows].all() and (on or (back.bool() == second).all())
+        assert (back[rows, -1] > 0).float().mean() > 0.99 if on else (back[:, -1] == 0).any()
+
+
+def test_heads_that_look_back():
+    """Catches a key that is not the query of the token before, or is so only inside of a call."""
+    torch.manual_seed(1)
+    model = small("atlas", n_head=2, lookback=1, lookback_layer=1, scales="0,0,1", norm_floor=0.1)
+    layer, x, tokens = model.blocks[0].layer, torch.randn(2, 20, model.config.n_embd), torch.randint(5, (2, 30))
+    q, k, *_ = layer.project(x, layer.start(x))
+    assert torch.equal(k[:, :1, 1:], q[:, :1, :-1]) and not torch.allclose(k[:, 1:, 1:], q[:, 1:, :-1])
+    whole, (a, state) = model(tokens)[0], model(tokens[:, :13])
+    assert torch.allclose(whole, torch.cat([a, model(tokens[:, 13:], state)[0]], 1), atol=1e-5)
+
+
 def test_stream_tells_growth_and_nan(capsys):
     """Catches a check that never fails, or fails where a cache has to grow; targets that are not the next tokens."""
     ids, uniform = torch.arange(50) % 5, lambda x: torch.zeros(*x.shape, 5)
