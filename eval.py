@@ -119,7 +119,8 @@ def twice_task(args, device):
             found = {n: twice(model, ids, n, args.batch_size, args.windows) for n in LENGTHS}
             say(f"{name:48}" + "".join(f"{f'{at[: n - 1].mean():.3f} / {at[n:].mean():.3f}':>16}"
                                        for n, at in found.items()))
-            at = found[DRAWN].unfold(0, 8, 8).mean(-1).tolist()
+            found[DRAWN][DRAWN - 1] = math.nan                # nothing says what follows the passage
+            at = found[DRAWN].unfold(0, 8, 8).nanmean(-1).tolist()
             lines[name] = [8 * i + 4 for i in range(len(at))], at
     picture(args.plot, lines, "tokens before", f"loss [nats/token], mean of 8 tokens and {args.windows} passages",
             marked=(DRAWN, "the text begins again"))
