@@ -215,9 +215,10 @@ def need(package, wanted=True):
         raise UserError(f"this needs {package}: pip install {package}")
 
 
-def picture(path, lines, x, y, log="", level=None, trained=None):
+def picture(path, lines, x, y, log="", level=None, trained=None, marked=None):
     """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with bands clipped to [0, 1], over axes named x and y. log
-    names the logarithmic axes. `level` is drawn as a dotted line, `trained` as a vertical one. No path: no picture."""
+    names the logarithmic axes. `level` is drawn as a dotted line, `trained` or `marked`, (x, label), as a vertical one.
+    No path: no picture."""
     if not path:
         return
     need("matplotlib")
@@ -233,8 +234,9 @@ def picture(path, lines, x, y, log="", level=None, trained=None):
             ax.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
     if level is not None:
         ax.axhline(level, color="gray", linestyle=":", label="guessing")
-    if trained is not None:
-        ax.axvline(trained, color="gray", linestyle="--", label="longest text in training")
+    marked = marked if trained is None else (trained, "longest text in training")
+    if marked:
+        ax.axvline(marked[0], color="gray", linestyle="--", label=marked[1])
     for axis in log:
         getattr(ax, f"set_{axis}scale")("log", base=2)
         getattr(ax, f"{axis}axis").set_major_formatter("{x:,g}")

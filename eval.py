@@ -3,6 +3,7 @@
     python eval.py --ckpt out                      validation loss, memory reset and carried, and by position; then
                                                    50,000 tokens in one stream: exit code 1 on NaN or growing memory
     python eval.py --ckpt out omega --plot         loss by position of several, with and without writes, drawn
+    python eval.py --task twice --ckpt out --plot  does it know what it has just read? passages that are read twice
     python eval.py --task probe --ckpt out --plot  gates, writes and surprise of each layer over a text
     python eval.py --task online                   what window, momentum and Newton-Schulz bring, untrained
     python eval.py --task capacity --plot          how many pairs features can hold, and how many one pass stores
@@ -83,6 +84,63 @@ def text_task(args, device):
         if args.plot and not args.no_write and not model.config.attention:
             lines[f"{name}, cannot write"] = curve(position_loss(load(path, device, no_write=True)[1], *how)[0])
     picture(args.plot, lines, "tokens before", f"loss [nats/token], mean of {n} windows", log="x", trained=T)
+
+
+# ---- what was just read
+LENGTHS, DRAWN = (64, 128, 256, 512), 128   # tokens of a passage, and of those that are drawn
+
+
+@torch.no_grad()
+def twice(model, ids, length, batch_size, n):
+    """Return the mean nats (2 length - 1,) at each position of n evenly spaced passages of ids, (N,), each read twice
+    from a new memory. Position length - 1, where the text begins again, belongs to neither reading."""
+    device, starts = next(model.parameters()).device, torch.arange(n) * ((len(ids) - length) // n)
+    passages = torch.as_tensor(ids).long()[starts[:, None] + torch.arange(length)]
+    losses = [F.cross_entropy(model(x[:, :-1])[0].mT.float(), x[:, 1:], reduction="none")
+              for x in passages.repeat(1, 2).to(device).split(batch_size)]
+    return torch.cat(losses).double().mean(0).cpu()
+
+
+def names_again(model, tokenizer, n=20):
+    """Return how many of n prompts that tell a made-up name, and ask for it again, the model continues with it; nan if
+    its vocabulary lacks their characters."""
+    random, right = torch.Generator().manual_seed(1), 0
+    for _ in range(n):
+        drawn = torch.randint(14, (2, 3), generator=random).tolist()
+        town, lord = ("".join("ba ce di fo gu la me ni po ru sa te vi zo".split()[i] for i in name) for name in drawn)
+        told = f"The town of {town.capitalize()} is ruled by the lord "
+        try:
+            ids = tokenizer.encode(f"{told}{lord.capitalize()}.\nWhat say you, sir? {told}")
+        except UserError:
+            return math.nan
+        said = train.continue_text(model, tokenizer, ids, len(lord), [], temperature=0.0)
+        right += "".join(said).startswith(lord.capitalize())
+    return right
+
+
+def twice_task(args, device):
+    """Print the mean loss of the first and the second reading, with and without writes, and draw it by position."""
+    lines = {}
+    say(f"nats/token of {args.windows} passages, first reading / second reading, each from a new memory\n\n{'':48}"
+        + "".join(f"{f'{n} tokens':>16}" for n in LENGTHS) + f"{'20 names, right':>18}")
+    for path in args.ckpt:
+        ckpt, model, tokenizer = load(path, device)
+        _, ids = data.read(args.data or ckpt["train"]["data"]).splits(tokenizer, 1)
+        if len(ids) < LENGTHS[-1]:
+            raise UserError(f"--task twice needs {LENGTHS[-1]} validation tokens, not {len(ids)}; give more text")
+        name = f"{models.title(ckpt['preset'])} ({ckpt['path']})"
+        rows = {name: model}
+        if not model.config.attention:
+            rows[f"{name}, cannot write"] = load(path, device, no_write=True)[1]
+        for name, model in rows.items():
+            found = {n: twice(model, ids, n, args.batch_size, args.windows) for n in LENGTHS}
+            say(f"{name:48}" + "".join(f"{f'{at[: n - 1].mean():.3f} / {at[n:].mean():.3f}':>16}"
+                                       for n, at in found.items()) + f"{names_again(model, tokenizer):18}")
+            found[DRAWN][DRAWN - 1] = math.nan                # nothing says what follows the passage
+            at = found[DRAWN].unfold(0, 8, 8).nanmean(-1).tolist()
+            lines[name] = [8 * i + 4 for i in range(len(at))], at
+    picture(args.plot, lines, "tokens before", f"loss [nats/token], mean of 8 tokens and {args.windows} passages",
+            marked=(DRAWN, "the text begins again"))
 
 
 # ---- a stream without end
@@ -260,11 +318,13 @@ def mixing_task(args, device):
         save(figure, args.plot)
 
 
-TASKS = dict(text=text_task, probe=probe_task, online=online_task, capacity=capacity_task, mixing=mixing_task)
-BY_TASK = dict(text=dict(batch_size=8), capacity=dict(pairs=[4, 8, 16, 32, 44, 64, 128]))      # other defaults
+TASKS = dict(text=text_task, twice=twice_task, probe=probe_task, online=online_task, capacity=capacity_task,
+             mixing=mixing_task)
+BY_TASK = dict(text=dict(batch_size=8), twice=dict(batch_size=8),                # other defaults
+               capacity=dict(pairs=[4, 8, 16, 32, 44, 64, 128]))
 LAYER = "head_dim memory expansion memory_norm loss degree chunk ns_steps ns_coefficients forget max_norm"
 USES = dict(text="ckpt data length batch_size windows stream report_tokens no_write",
-            probe="ckpt data length prompt json",
+            twice="ckpt data batch_size windows", probe="ckpt data length prompt json",
             online=f"batch_size pairs seed json {LAYER} features sketch_dim muon_every",
             capacity=f"batch_size pairs seed json {LAYER}")                      # mixing uses none of these
 
@@ -273,14 +333,15 @@ def parse(argv=None):
     parser = Parser(prog="eval.py", description=__doc__)
     add = parser.add_argument
     add("--task", default="text", choices=tuple(TASKS), help="what to do, as shown above [text]")
-    add("--batch-size", type=at_least(int, 1), default=32, metavar="N", help="sequences at a time [32; text 8]")
+    add("--batch-size", type=at_least(int, 1), default=32, metavar="N", help="sequences at a time [32; text, twice 8]")
     add_device(parser, "TASK.png")
-    add = parser.add_argument_group("--task text and probe").add_argument
+    add = parser.add_argument_group("--task text, twice and probe").add_argument
     add("--ckpt", nargs="+", default=["out"], help="checkpoint files, or folders with best.pt or ckpt.pt [out]")
     add("--data", help="text to read; only its last tenth is used [the training's]")
     add("--length", type=at_least(int, 0), default=0, metavar="N",
         help="text: longest window of the loss by position [4 x training's]; probe: tokens to read [training's]")
-    add("--windows", type=at_least(int, 1), default=32, metavar="N", help="windows of the loss by position [32]")
+    add("--windows", type=at_least(int, 1), default=32, metavar="N",
+        help="windows of the loss by position, passages of twice [32]")
     add("--stream", type=at_least(int, 0), default=50_000, metavar="N", help="tokens of the stream; 0: none [50000]")
     add("--report-tokens", type=at_least(int, 0), default=2_000_000, help="of the losses at the top; 0: all [2000000]")
     add("--prompt", help="the text that --task probe reads [the beginning of the last tenth]")

@@ -61,6 +61,7 @@ class Config:
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
     forget: str = opt("start", "what keep < 1 decays to: M0, or zero as the paper prints", ("start", "zero"))
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
+    lookback: int = opt(0, "the block, from 1, whose memory recalls what came next (choice 23); 0: none")
     window_gate: str = opt("token", "weights of a window (gamma): learned for each token, or uniform",
                            ("token", "uniform"))
     max_step: float = opt(2.0, "upper bound of a chunk's summed step sizes (eta): each is at most max_step / chunk")
@@ -94,6 +95,8 @@ class Config:
             (not alone and E > 10**6, "more than a million features; lower --degree or --head-dim"),
             (self.shard and (alone or self.wiring == "mac" or self.features == "exp"),
              "--shard needs a memory with finite features, and another --wiring than mac"),
+            (self.lookback > self.n_layer or self.lookback and (alone or not self.conv),
+             "--lookback is at most --n-layer, and needs a memory and --conv"),
             (self.features == "sketch" and self.degree != 2, "--features sketch needs --degree 2"),
             (not alone and self.muon and self.features == "exp", "--features exp needs --no-muon: it is infinite"),
         ):
@@ -242,19 +245,21 @@ class Memory(nn.Module):
     conv_width = 4
     autocast_on = ("cuda",)               # devices on which autocast reaches the products of the memory, too
 
-    def __init__(self, config, seed=0):
+    def __init__(self, config, layer=0):
         super().__init__()
         self.config = config
         c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
-        self.qkv = nn.Linear(d, 3 * inner, bias=False)
-        self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
+        self.back = c.lookback == layer + 1                   # then k_t is q_{t-1}, and never forgotten (choice 23)
+        made = (2 if self.back else 3) * inner
+        self.qkv = nn.Linear(d, made, bias=False)
+        self.conv = nn.Parameter(torch.zeros(self.conv_width, made)) if c.conv else None
         self.n_gates = [1, 1, int(c.momentum), c.window if c.window_gate == "token" else 0]      # as in make_gates
         self.gates = nn.Linear(d, H * sum(self.n_gates))
-        self.phi = Features(c.features, c.head_dim, c.degree, c.sketch_dim, seed)
+        self.phi = Features(c.features, c.head_dim, c.degree, c.sketch_dim, seed=layer)
         sizes = memory.shapes(c.memory, self.phi.out_dim, c.expansion * c.head_dim, c.head_dim)
         make = lambda: nn.ParameterList(nn.Parameter(torch.zeros(H, *s)) for s in sizes)
         self.M0, self.global_M0 = make(), make() if c.shard else ()
-        self.norm = Norm(H, 1, c.head_dim)
+        self.norm = Norm(H, 1, c.head_dim, eps=0.1 if self.back else 2**-23)           # 0.1: weak reads stay weak
         self.out_gate = nn.Linear(d, inner, bias=False)
         self.out = nn.Linear(inner, d, bias=False)
         self.init()
@@ -269,6 +274,12 @@ class Memory(nn.Module):
                 last = 1.0 if c.memory_norm else 0.25
                 std = 0.0 if c.memory == "linear" else last if W is M0[-1] else 2.0
                 nn.init.normal_(W, std=std * M0[-1].shape[1] ** -0.5)
+        if self.back:
+            with torch.no_grad():                             # what is recalled is the token itself
+                self.conv[:, H * c.head_dim:] *= 0.2
+                self.conv[-1, H * c.head_dim:] = 1
+                for scale in (self.phi.scale[:-1] if hasattr(self.phi, "scale") else ()):
+                    scale.zero_()                             # the highest degree alone tells keys apart
         nn.init.normal_(self.gates.weight, std=0.02)
         keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)       # 0.73 .. 0.998, by head  (choice 16)
         step, others = torch.full((H, 1), c.step_start), torch.zeros(H, sum(self.n_gates[2:]))   # 1/4 of its bound, 1/2
@@ -283,7 +294,8 @@ class Memory(nn.Module):
         keep, step, momentum, gate = made.split(self.n_gates, -1)
         opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
         step = c.max_step / c.chunk * opened                                                     # eta
-        keep = 1 - opened * (-keep).squeeze(-1).sigmoid() if c.keep else torch.ones_like(opened)                 # alpha
+        forgets = c.keep and not self.back
+        keep = 1 - opened * (-keep).squeeze(-1).sigmoid() if forgets else torch.ones_like(opened)                # alpha
         momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None                        # theta
         gate = gate.sigmoid() if c.window_gate == "token" else gate.new_ones(*keep.shape, c.window)              # gamma
         return omega.Gates(keep, step, momentum, gate / c.window)                                # choice 6
@@ -295,7 +307,7 @@ class Memory(nn.Module):
         if c.shard:
             kk = fast.W[0].new_zeros(B, c.n_head, c.head_dim, c.head_dim)
             fast = shards.Shards(tuple(self.M0), fast, None, kk, 0)
-        return MemoryState(fast, x.new_zeros(B, self.conv_width - 1, self.qkv.out_features), c)
+        return MemoryState(fast, x.new_zeros(B, self.conv_width - 1 + self.back, 3 * c.n_head * c.head_dim), c)
 
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. mask and reset: as in LM. Raises
@@ -319,14 +331,18 @@ class Memory(nn.Module):
 
     def project(self, x, state, doc=None, pairs=None):
         """Return q, k, v (B, H, T, D), the gates, and what the convolution carries on. doc, pairs: from `numbered`."""
-        qkv, n, same = self.qkv(x), self.conv_width - 1, None
+        qkv, n, same, taps = self.qkv(x), self.conv_width - 1 + self.back, None, self.conv
+        if self.back:                                         # q, k and v have taps for x_{t-4} .. x_t
+            (q, v), (own, taps_v) = qkv.chunk(2, -1), taps.chunk(2, -1)
+            qkv, now = torch.cat([q, q, v], -1), lambda a: F.pad(a, (0, 0, 1, 0))
+            taps = torch.cat([now(own), F.pad(own, (0, 0, 0, 1)), now(taps_v)], -1)
         before = state.conv.to(qkv.dtype)
         if doc is not None:
             here, docs = pairs[:, -x.shape[1]:, None] >= 0, F.pad(doc, (n, 0))
             qkv, same = qkv * here, docs.unfold(1, n + 1, 1) == doc[..., None]
         inputs = torch.cat([before, qkv], 1)
         tail = inputs[:, -n:].clone() if doc is None else inputs[:, -n:] * (docs[:, -n:] == doc[:, -1:])[..., None]
-        qkv = F.silu(qkv) if self.conv is None else short_conv(inputs, self.conv, same)
+        qkv = F.silu(qkv) if self.conv is None else short_conv(inputs, taps, same)
         q, k, v = (heads(a, self.config.n_head) for a in qkv.chunk(3, -1))
         with without_autocast(x):
             return unit(q), unit(k), at_least_float32(v), self.make_gates(x), tail                # choice 8
@@ -338,9 +354,9 @@ class Memory(nn.Module):
 
     def retrieve(self, x, W, keys=None):
         """Return M*(q), Titans Eq 21: what fast weights W recall for x (B, T, n_embd) without writing."""
-        q = heads(F.silu(self.qkv(x).chunk(3, -1)[0]), self.config.n_head)       # no convolution: choice 18
+        q = F.silu(self.qkv(x).chunk(2 if self.back else 3, -1)[0])              # no convolution: choice 18
         with without_autocast(x):
-            y = self.recall(unit(q), W, keys)
+            y = self.recall(unit(heads(q, self.config.n_head)), W, keys)
         return self.finish(x, y)
 
     def recall(self, q, W, keys=None):
@@ -384,7 +400,7 @@ class Block(nn.Module):
     def __init__(self, config, layer=0):
         super().__init__()
         self.norm1, self.norm2 = Norm(config.n_embd), Norm(config.n_embd)
-        self.layer = Attention(config) if config.attention else Memory(config, seed=layer)
+        self.layer = Attention(config) if config.attention else Memory(config, layer)
         if config.wiring != "lmm":
             self.layer = Wiring(config, self.layer)
         self.mlp = SwiGLU(config)

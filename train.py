@@ -53,6 +53,8 @@ class TrainConfig:
     batch_size: int = opt(8, "sequences in a forward pass", low=1)
     grad_accum: int = opt(1, "forward passes in a step", low=1)
     seq_len: int = opt(256, "tokens in a sequence", low=1)
+    repeats: float = opt(0.0, "share of windows in which a passage of 16 to seq_len / 2 tokens comes twice; in the "
+                              "first eighth of the steps again and again", high=1)
     documents: bool = opt(False, "train on each document (row of .jsonl, file) with a new memory, at a chunk's border")
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest", ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
@@ -95,7 +97,7 @@ TRAIN_SIZES = {                                               # differences from
     "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
 }
 NO_FLAG = "vocab_size", "attention"                           # which the tokenizer and the preset decide
-LAUNCH = {"out", "resume", "device", "compile", "graph", "threads", "wandb", "tensorboard"}     # of a launch, not of a run
+LAUNCH = {"out", "resume", "device", "compile", "graph", "threads", "wandb", "tensorboard"}   # never from a checkpoint
 RATES = {"lr", "outer_muon_lr"}                               # may be lower on --resume
 FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "telemetry", "report_tokens"}     # may differ
 KEPT = {"model", "size", "tokenizer", "bpe_size"}             # --init takes them from the checkpoint
@@ -215,6 +217,8 @@ class Text(Task):
     def draw(self, number, period):
         tc = self.tc
         x, y = batch(self.splits[0], tc.seed, number, tc.batch_size, tc.seq_len)
+        if tc.repeats:
+            x, y = repeated(x, y, tc.repeats, number < tc.steps * tc.grad_accum // 8, tc.seed, number)
         return documents(x, y, self.tokenizer.end, period) if tc.documents else (x, y)
 
     def measure(self, model):
@@ -249,6 +253,20 @@ class Text(Task):
                 f"{loss / math.log(2):.4f} bits/token, {timedelta(seconds=int(run['seconds']))}")
         else:                                                 # or nan
             say(f"warning: the validation loss rose from {before:.4f} to {after:.4f}; lower --lr and --outer-muon-lr")
+
+
+def repeated(x, y, share, on, seed, number):
+    """Return x, y (B, T), where a share of the rows reads a passage of 16 to T / 2 tokens, anywhere in them, twice.
+    With `on` such a row reads its beginning again and again, to its end."""
+    random, (B, T) = torch.Generator().manual_seed(1_000_003 * seed + number), x.shape
+    chosen, length, first = torch.rand(3, B, 1, generator=random)
+    length = (16 + length * (T // 2 - 15)).long()
+    again = length if on else (first * (T + 2 - 2 * length)).long() + length     # where the passage begins again
+    at = torch.arange(T + 1)
+    back = (at - again) // length + 1                         # lengths to go back
+    back = (back.clamp_min(0) if on else (back == 1).long()) * (chosen < share)
+    tokens = torch.cat([x, y[:, -1:]], 1).gather(1, at - back * length)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 @torch.no_grad()

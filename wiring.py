@@ -22,14 +22,14 @@ WIRINGS = ("lmm", "mag", "mal", "mac")                        # lmm: the memory 
 
 # ---- parts that the memory layer uses, too
 class Norm(nn.Module):
-    """RMSNorm over the last dimension, with a learned scale of any shape."""
+    """RMSNorm over the last dimension, with a learned scale of any shape. eps is added to the mean square."""
 
-    def __init__(self, *shape):
+    def __init__(self, *shape, eps=2**-23):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(*shape))
+        self.weight, self.eps = nn.Parameter(torch.ones(*shape)), eps
 
     def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], eps=2**-23) * self.weight
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
 
 
 def heads(x, H):
@@ -51,7 +51,8 @@ def check_input(layer, x, state, *marks):
 
 # what a state depends on: the batch, and settings
 MATTER = ("batch", "n_layer", "n_head", "head_dim", "attention", "attn_window", "wiring", "memory", "expansion",
-          "features", "degree", "sketch_dim", "window", "chunk", "momentum", "muon", "muon_every", "forget", "shard")
+          "features", "degree", "sketch_dim", "lookback", "window", "chunk", "momentum", "muon", "muon_every", "forget",
+          "shard")
 
 
 def check_state(layer, state, batch=None):
