@@ -2342,8 +2342,9 @@ def test_twice_by_hand():
     assert len(at) == 11 and torch.allclose(at[:5], torch.full((5,), math.log(9)).double()) and at[5:].max() < 1e-6
 
 
-def test_repeated_windows():
+def test_repeated_windows(capsys):
     """Catches passages that do not come again, targets that are not the next tokens, a share that is another."""
+    assert "--seq-len" in refused(capsys, train.main, *RUN, "--repeats", 0.5)
     ids = torch.arange(65).expand(2000, -1)
     for on in (False, True):
         x, y = train.repeated(ids[:, :-1], ids[:, 1:], 0.25, on, 1, 2)

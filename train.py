@@ -5,7 +5,7 @@
     python train.py --plot out out2                      draw the curves of runs
     python train.py --resume                             go on where OUT/ckpt.pt stopped (--steps N: train longer)
     python train.py --init out --data my.txt --out tuned begin a new run with the weights of another
-    torchrun --nproc-per-node 8 train.py --size 340m --remat --data tokens --tokenizer gpt2        on 8 GPUs
+    torchrun --nproc-per-node 8 train.py --size 340m --data tokens --tokenizer gpt2                on 8 GPUs
 """
 import csv
 import json
@@ -53,8 +53,8 @@ class TrainConfig:
     batch_size: int = opt(8, "sequences in a forward pass", low=1)
     grad_accum: int = opt(1, "forward passes in a step", low=1)
     seq_len: int = opt(256, "tokens in a sequence", low=1)
-    repeats: float = opt(0.0, "share of windows in which a passage of 16 to seq_len / 2 tokens comes twice; in the "
-                              "first eighth of the steps again and again", high=1)
+    repeats: float = opt(0.0, "share of windows in which a passage of at least 16 tokens comes twice, and in the first "
+                              "eighth of the steps again and again; with --lookback", high=1)
     documents: bool = opt(False, "train on each document (row of .jsonl, file) with a new memory, at a chunk's border")
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest", ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
@@ -132,6 +132,8 @@ def settings(given, old=None):
     needs = {"--forget start": config.forget == "zero", "--persistent 0": config.wiring != "lmm" and config.persistent}
     if tc.documents and any(needs.values()):
         raise UserError(f"--documents needs {' and '.join(name for name, lacks in needs.items() if lacks)}")
+    if tc.repeats and tc.seq_len < 32:
+        raise UserError(f"--repeats needs a --seq-len of 32 or more, not {tc.seq_len}")
     if tc.graph and config.memory_floor != "0":
         raise UserError("--graph needs --memory-floor 0: what is recorded does not change")
     if tc.grad_accum % PROCESSES:
@@ -257,7 +259,7 @@ class Text(Task):
 
 def repeated(x, y, share, on, seed, number):
     """Return x, y (B, T), where a share of the rows reads a passage of 16 to T / 2 tokens, anywhere in them, twice.
-    With `on` such a row reads its beginning again and again, to its end."""
+    With `on` such a row reads its beginning again and again, to its end. T >= 32."""
     random, (B, T) = torch.Generator().manual_seed(1_000_003 * seed + number), x.shape
     chosen, length, first = torch.rand(3, B, 1, generator=random)
     length = (16 + length * (T // 2 - 15)).long()
