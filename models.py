@@ -249,7 +249,7 @@ class Memory(nn.Module):
         super().__init__()
         self.config = config
         c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
-        self.back = c.lookback == layer + 1                   # then k_t is q_{t-1}, and never forgotten (choice 23)
+        self.back = c.lookback == layer + 1                   # then k_t is q_{t-1}, and hardly forgotten (choice 23)
         made = (2 if self.back else 3) * inner
         self.qkv = nn.Linear(d, made, bias=False)
         self.conv = nn.Parameter(torch.zeros(self.conv_width, made)) if c.conv else None
@@ -294,8 +294,8 @@ class Memory(nn.Module):
         keep, step, momentum, gate = made.split(self.n_gates, -1)
         opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
         step = c.max_step / c.chunk * opened                                                     # eta
-        forgets = c.keep and not self.back
-        keep = 1 - opened * (-keep).squeeze(-1).sigmoid() if forgets else torch.ones_like(opened)                # alpha
+        forgets = opened * (-keep).squeeze(-1).sigmoid() / (1024 if self.back else 1)        # to recall is to keep
+        keep = 1 - forgets if c.keep else torch.ones_like(opened)                                # alpha
         momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None                        # theta
         gate = gate.sigmoid() if c.window_gate == "token" else gate.new_ones(*keep.shape, c.window)              # gamma
         return omega.Gates(keep, step, momentum, gate / c.window)                                # choice 6

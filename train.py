@@ -259,10 +259,10 @@ class Text(Task):
 
 def repeated(x, y, share, on, seed, number):
     """Return x, y (B, T), where a share of the rows reads a passage of 16 to T / 2 tokens, anywhere in them, twice.
-    With `on` such a row reads its beginning again and again, to its end. T >= 32."""
+    With `on` such a row reads its beginning, of at most 128 tokens, again and again, to its end. T >= 32."""
     random, (B, T) = torch.Generator().manual_seed(1_000_003 * seed + number), x.shape
     chosen, length, first = torch.rand(3, B, 1, generator=random)
-    length = (16 + length * (T // 2 - 15)).long()
+    length = (16 + length * (min(T // 2, 128 if on else T) - 15)).long()
     again = length if on else (first * (T + 2 - 2 * length)).long() + length     # where the passage begins again
     at = torch.arange(T + 1)
     back = (at - again) // length + 1                         # lengths to go back
