@@ -101,28 +101,31 @@ def twice(model, ids, length, batch_size, n):
     return torch.cat(losses).double().mean(0).cpu()
 
 
+@torch.no_grad()
 def names_again(model, tokenizer, n=20):
-    """Return how many of n prompts that tell a made-up name, and ask for it again, the model continues with it; nan if
-    its vocabulary lacks their characters."""
-    random, right = torch.Generator().manual_seed(1), 0
+    """Return how many tokens of n made-up names, told and asked for again, the model guesses, given those before, and
+    how many there are; (0, 0) if its vocabulary lacks their letters."""
+    random, right, asked = torch.Generator().manual_seed(1), 0, 0
     for _ in range(n):
         drawn = torch.randint(14, (2, 3), generator=random).tolist()
         town, lord = ("".join("ba ce di fo gu la me ni po ru sa te vi zo".split()[i] for i in name) for name in drawn)
-        told = f"The town of {town.capitalize()} is ruled by the lord "
+        town, lord = town.capitalize(), lord.capitalize()
+        told = f"The town of {town} is ruled by the lord "
         try:
-            ids = tokenizer.encode(f"{told}{lord.capitalize()}.\nWhat say you, sir? {told}")
+            before, name = map(tokenizer.encode, (f"{told}{lord}.\nWhat say you? {told}", lord))
         except UserError:
-            return math.nan
-        said = train.continue_text(model, tokenizer, ids, len(lord), [], temperature=0.0)
-        right += "".join(said).startswith(lord.capitalize())
-    return right
+            return 0, 0
+        ids = torch.as_tensor([*before, *name], device=next(model.parameters()).device)[None]
+        right += (model(ids[:, :-1])[0].argmax(-1) == ids[:, 1:])[0, -len(name):].sum().item()
+        asked += len(name)
+    return right, asked
 
 
 def twice_task(args, device):
     """Print the mean loss of the first and the second reading, with and without writes, and draw it by position."""
     lines = {}
     say(f"nats/token of {args.windows} passages, first reading / second reading, each from a new memory\n\n{'':48}"
-        + "".join(f"{f'{n} tokens':>16}" for n in LENGTHS) + f"{'20 names, right':>18}")
+        + "".join(f"{f'{n} tokens':>16}" for n in LENGTHS) + f"{'of 20 names':>16}")
     for path in args.ckpt:
         ckpt, model, tokenizer = load(path, device)
         _, ids = data.read(args.data or ckpt["train"]["data"]).splits(tokenizer, 1)
@@ -134,8 +137,9 @@ def twice_task(args, device):
             rows[f"{name}, cannot write"] = load(path, device, no_write=True)[1]
         for name, model in rows.items():
             found = {n: twice(model, ids, n, args.batch_size, args.windows) for n in LENGTHS}
-            say(f"{name:48}" + "".join(f"{f'{at[: n - 1].mean():.3f} / {at[n:].mean():.3f}':>16}"
-                                       for n, at in found.items()) + f"{names_again(model, tokenizer):18}")
+            means = ((at[: n - 1].mean(), at[n:].mean()) for n, at in found.items())
+            say(f"{name:48}" + "".join("{:>8.3f} / {:.3f}".format(*both) for both in means)
+                + "{:>9} of {:3}".format(*names_again(model, tokenizer)))
             found[DRAWN][DRAWN - 1] = math.nan                # nothing says what follows the passage
             at = found[DRAWN].unfold(0, 8, 8).nanmean(-1).tolist()
             lines[name] = [8 * i + 4 for i in range(len(at))], at
