@@ -2790,7 +2790,7 @@ MUTANTS = [                                                   # file, text (it i
     ("omega.py", "+ old_in_U * due", "+ due", "omega_is_omega_ref"),
     ("omega.py", "scores = P * flat(", "scores = flat(", "omega_is_omega_ref"),
     ("omega.py", "(pair >= missing)", "(pair >= 0)", "omega_is_omega_ref"),
-    ("omega.py", "anchor = state.anchor if state.pos else before", "anchor = W if state.pos else before", "omega_is_omega_ref"),
+    ("omega.py", "state.anchor if state.pos else before", "W if state.pos else before", "omega_is_omega_ref"),
     ("shards.py", "start(rule, phi, M0, n * B", "start(rule, phi, whole.M0 or M0, n * B", "test_shards"),
     ("poly.py", "torch.cat([r, (r @ keys.mT).exp()], -1)", "torch.cat([r, r @ keys.mT], -1)", "monomials_converge"),
     ("models.py", "forgets = opened * (-keep)", "forgets = (-keep)", "block_by_hand"),
