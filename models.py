@@ -157,8 +157,8 @@ SIZES = {
 
 
 def sized(preset, size):
-    """Return the fields of Config that a size and a preset set. The preset wins, except for the chunks of large sizes,
-    which a GPU needs."""
+    """Return the fields of Config that a size and a preset set. The preset wins, except for the chunks that a size
+    names: a GPU needs long ones."""
     chunks = {name: SIZES[size][name] for name in ("chunk", "muon_every") if name in SIZES[size]}
     return SIZES[size] | PRESETS[preset] | chunks
 
@@ -191,7 +191,7 @@ def kept_bytes(config, batch, T, remat=False):
         rows += 0 if c.muon else 4 * (c.chunk + c.window)                              # P
         states = 4 * sum(map(math.prod, sizes)) * (1 + c.momentum + (1 + blocks) * c.muon) / c.chunk   # W, S, U, O
         layer = N * (17 * (c.n_embd + inner) + c.n_head * (rows + states)) * (1 + bool(c.shard))
-    if c.wiring != "lmm":
+    if c.wiring != "lmm":                                     # a guess, not counted
         layer += N * 4 * (4 * c.n_embd + 4 * inner)
     return int(ends + layer + (4 * N * c.n_embd if remat else layer) * (c.n_layer - 1))
 
@@ -332,7 +332,7 @@ class Memory(nn.Module):
     def project(self, x, state, doc=None, pairs=None):
         """Return q, k, v (B, H, T, D), the gates, and what the convolution carries on. doc, pairs: from `numbered`."""
         qkv, n, same, taps = self.qkv(x), self.conv_width - 1 + self.back, None, self.conv
-        if self.back:                                         # q, k and v have taps for x_{t-4} .. x_t
+        if self.back:                                         # taps for x_{t-4} .. x_t; those of k are q's, a token ago
             (q, v), (own, taps_v) = qkv.chunk(2, -1), taps.chunk(2, -1)
             qkv, now = torch.cat([q, q, v], -1), lambda a: F.pad(a, (0, 0, 1, 0))
             taps = torch.cat([now(own), F.pad(own, (0, 0, 0, 1)), now(taps_v)], -1)
