@@ -92,8 +92,8 @@ class AttentionState(NamedTuple):
 
 
 def rope(pos, *xs):
-    """Rotate pairs of coordinates of each x (B, H, T, D) by position (RoPE, Su et al. 2021). The first token is at `pos`.
-    All x have one shape."""
+    """Rotate pairs of coordinates of each x (B, H, T, D) by position (RoPE, Su et al. 2021). All x have one shape, and
+    begin at `pos`."""
     x = xs[0]
     half, exact = x.shape[-1] // 2, torch.float32 if x.device.type == "mps" else torch.float64   # long streams need it
     freq = 10000.0 ** (-torch.arange(half, device=x.device, dtype=exact) / half)
