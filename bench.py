@@ -4,7 +4,7 @@
     python bench.py --part layer --minutes 9 --plot      one part, with time for its longest sequences, and a picture
 
     layer    one layer with its projections, forward + backward: tokens/s and memory over length
-    rule     omega() alone: the same over window, chunk and muon_every
+    rule     the rule alone: the same over window, chunk and muon_every
     step     a training step of train.py
     decode   ms a token and bytes of state, early and late in a stream
     peers    the same work done by attention and by titans-pytorch, where that is installed
@@ -30,13 +30,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")               # or torch's profi
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import chunks
 import models
-import omega
-import shards
 import train
 from common import (Parser, add_device, at_least, autocast, check_files, exit_code, pick_dtype, picture, refuse_unused,
-                    say, setup)
-from wiring import Attention
+                    say, setup, title)
+from layer import state_bytes
 
 HEAD, SMALL_HEAD = 64, 16             # small heads in part layer: 64 numbers have 2,145 monomials of degree 0 to 2
 MLP = dict(memory="mlp", expansion=2, features="none", forget="zero")           # the memory of the parts rule and peers
@@ -106,7 +105,7 @@ def table(title, rows):
 def layer(args, width, head_dim=HEAD, **differences):
     config = models.Config(n_embd=width, n_head=width // head_dim, head_dim=head_dim, **differences)
     made = models.Block(config).layer.to(args.device)
-    if args.compile and isinstance(made, Attention):          # in a model its whole block is compiled
+    if args.compile and isinstance(made, models.Attention):   # in a model its whole block is compiled
         made.compile()
     return made
 
@@ -137,18 +136,18 @@ def part_layer(args, seconds):
 
 
 def rule_call(args, batch, H, T, shard, muon_every, **how):
-    """Return a function that runs omega(), or shards() with shards of `shard` tokens, forward and backward."""
+    """Return a function that runs the rule, with shards of `shard` tokens if that is not 0, forward and backward."""
     how |= dict(shard=shard, muon=muon_every > 0, muon_every=max(1, muon_every))
     made = layer(args, H * HEAD, **MLP, max_norm=0.0, **how)
     x = torch.randn(batch, T, H * HEAD, device=args.device)
     state = made.start(x)
     with torch.no_grad():
         *qkv, gates, _ = made.project(x, state)
-    leaves = [a.requires_grad_() for a in (*qkv, *gates[:4], *made.M0, *made.global_M0)]
-    learn = partial(shards.shards, shard) if shard else omega.omega
+    leaves = [a.requires_grad_() for a in (*qkv, *gates[:4])]
+    leaves += [p for name, p in made.named_parameters() if "M0" in name]
 
     def call():
-        y, _ = learn(made.config.rule(), made.phi, *qkv, gates, state.fast)
+        y, _ = made.learn(*qkv, gates, state.fast)
         torch.autograd.grad(y, leaves, torch.ones_like(y))
     return call
 
@@ -161,7 +160,7 @@ def part_rule(args, seconds):
         T = length // 8 if m == 1 else length                 # Newton-Schulz after each token takes long
         columns = dict(window=w, chunk=c, muon_every=m, shard=shard, T=T)
         contestants.append((columns, batch * T, rule_call(args, batch, H, **columns)))
-    yield (f"omega() alone, forward + backward, batch {batch}, {H} heads of {HEAD}, MLP memory of {2 * HEAD}",
+    yield (f"the rule alone, forward + backward, batch {batch}, {H} heads of {HEAD}, MLP memory of {2 * HEAD}",
            race(args.device, contestants, seconds, memory=True))
 
 
@@ -198,7 +197,7 @@ def part_decode(args, seconds):
             tokens = torch.randint(model.config.vocab_size, (1, early), device=args.device)
             _, state = model(tokens, state)
             if position in (early, late):
-                columns = dict(name=name, position=position, state_bytes=models.state_bytes(state))
+                columns = dict(name=name, position=position, state_bytes=state_bytes(state))
                 contestants.append((columns, n, partial(decode, model, tokens[:, :n], state)))
     rows = race(args.device, contestants, seconds)
     yield "one block, batch 1", [dict(row, ms_per_token=1e3 / row["tokens_per_s"]) for row in rows]
@@ -246,7 +245,7 @@ def measure(args):
     args.dtype = pick_dtype("float32" if cpu and args.dtype == "auto" else args.dtype, args.device)
     args.compile = not cpu if args.compile is None else args.compile
     if args.compile:
-        omega.compile_chunks()
+        chunks.compile_chunks()
     names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()) if sys.platform == "linux" else []
     chip = torch.cuda.get_device_name() if args.device.type == "cuda" else [*names, platform.machine()][0]
     machine = dict(device=chip, threads=torch.get_num_threads(), dtype=str(args.dtype)[6:], compile=args.compile,
@@ -258,13 +257,13 @@ def measure(args):
     for name, (part, share) in parts.items():
         seconds = 0 if args.quick else 60 * args.minutes * share / sum(s for _, s in parts.values())
         with torch.compiler.set_stance("force_eager" if name == "decode" else "default"):         # eager as sample.py
-            for title, rows in part(args, seconds):
-                table(f"{name}: {title}", rows)
+            for heading, rows in part(args, seconds):
+                table(f"{name}: {heading}", rows)
                 result["records"] += [dict(part=name, **row) for row in rows]
                 if args.json:                                 # at once, so that Ctrl-C loses nothing
                     Path(args.json).write_text(json.dumps(result) + "\n")
-    lines = {models.title(name): [[r[x] for r in result["records"] if r["part"] == "layer" and r["name"] == name]
-                                  for x in ("T", "tokens_per_s")] for name in args.model}
+    lines = {title(name): [[r[x] for r in result["records"] if r["part"] == "layer" and r["name"] == name]
+                           for x in ("T", "tokens_per_s")] for name in args.model}
     picture(args.plot, lines, "sequence length [tokens]", "forward + backward of one layer [tokens/s]", log="xy")
 
 

@@ -177,6 +177,16 @@ def replacing(path):
         temporary.unlink(missing_ok=True)
 
 
+def save_file(path, tree):
+    """Save with torch.save. Raises Halt where the file cannot be written, and the one from before stays."""
+    try:
+        with replacing(path) as temporary:
+            torch.save(tree, temporary)
+    except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
+        before = "the file saved before is intact" if path.exists() else "none was saved before"
+        raise Halt(f"cannot write {path} ({fault}); disk full? {before}") from None
+
+
 def check_files(plot, file):
     """Raise UserError where a picture or another file cannot be made; called before the work begins."""
     need("matplotlib", plot)
@@ -245,6 +255,14 @@ def picture(path, lines, x, y, log="", level=None, trained=None, marked=None):
     save(figure, path)
 
 
+def title(name):
+    """Return a preset, changed or not, as atlas,memory=mlp, in the words of a picture."""
+    words = dict(transformer="transformer (RoPE)", deltanet="DeltaNet", titans="Titans", omeganet="OmegaNet",
+                 atlas="ATLAS")
+    preset, *changes = name.split(",")
+    return ", ".join([words.get(preset, preset), *changes])
+
+
 def save(figure, path):
     with replacing(Path(path)) as temporary:
         figure.savefig(temporary, dpi=100, format="png")
@@ -261,12 +279,11 @@ def curve(out, name):
 
 
 def plot(folders):
-    """Draw the losses of runs over their steps, and the share of what the memory wrote where --telemetry saw it."""
-    for file, columns, y, log in (("curves.png", dict(loss=", training", val=", validation"), "loss [nats/token]", ""),
-                                  ("share.png", {"memory/share": ""}, "share of what the memory wrote", "y")):
-        lines = {out + name: curve(out, column) for out in folders for column, name in columns.items()}
-        if any(lines.values()):
-            picture(Path(folders[0], file), {label: line for label, line in lines.items() if line}, "step", y, log=log)
+    """Draw the losses of runs over their steps."""
+    columns = dict(loss=", training", val=", validation")
+    lines = {out + name: curve(out, column) for out in folders for column, name in columns.items()}
+    lines = {label: line for label, line in lines.items() if line}
+    picture(lines and Path(folders[0], "curves.png"), lines, "step", "loss [nats/token]")
 
 
 # ---- the device

@@ -251,6 +251,21 @@ def encode_prompt(tokenizer, prompt):
     return tokenizer.encode(prompt) if prompt else [tokenizer.tokens.index(b"\n") if b"\n" in tokenizer.tokens else 0]
 
 
+def continue_text(model, tokenizer, ids, n, end, **how):
+    """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate. The list
+    `end` becomes the state and, in a list, the id that it has not read: the last."""
+    feed, last = tokenizer.stream(), []
+    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
+
+    def drawn():
+        state = yield from model.generate(tokens, n, **how)
+        end[:] = state, last
+    for token in drawn():
+        last = token.tolist()
+        yield feed(last)
+    yield feed(final=True)
+
+
 def make_tokenizer(kind, text, bpe_size=1024):
     """Return a tokenizer of this kind. Raises UserError where a text or the network is missing. char takes all
     characters of the text, as nanoGPT does. bpe learns up to bpe_size tokens from the part to train on."""
@@ -360,6 +375,20 @@ def documents(x, y, end, chunk):
     places = (t + gaps.cumsum(1)).clamp_max(T)
     move = lambda a, gap: a.new_full((len(a), T + 1), gap).scatter(1, places, a)[:, :T].contiguous()
     return move(x, 0), move(y, -100), move(torch.ones_like(begins), False), move(begins, False)
+
+
+def repeated(x, y, share, on, seed, number):
+    """Return x, y (B, T), where a share of the rows reads a passage of 16 to T / 2 tokens, anywhere in them, twice.
+    With `on` such a row reads its beginning, of at most 128 tokens, again and again, to its end. T >= 32."""
+    random, (B, T) = torch.Generator().manual_seed(1_000_003 * seed + number), x.shape
+    chosen, length, first = torch.rand(3, B, 1, generator=random)
+    length = (16 + length * (min(T // 2, 128 if on else T) - 15)).long()
+    again = length if on else (first * (T + 2 - 2 * length)).long() + length     # where the passage begins again
+    at = torch.arange(T + 1)
+    back = (at - again) // length + 1                         # lengths to go back
+    back = (back.clamp_min(0) if on else (back == 1).long()) * (chosen < share)
+    tokens = torch.cat([x, y[:, -1:]], 1).gather(1, at - back * length)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 # ---- python data.py

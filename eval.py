@@ -15,17 +15,23 @@ import math
 import os
 import sys
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+import chunks
 import data
 import memory
 import models
 import omega
 import train
-from common import Halt, Parser, UserError, add_device, add_flags, at_least, picture, run_task, save, say, task_flags
+from common import (Halt, Parser, UserError, add_device, add_flags, at_least, picture, run_task, save, say, task_flags,
+                    title)
+from layer import rule, state_bytes
+from poly import grown
 
 
 # ---- a checkpoint and its text
@@ -78,7 +84,7 @@ def text_task(args, device):
             raise Halt(f"{ckpt['path']}: a loss is not finite; its weights have diverged")
         if args.stream:
             stream(model, val, args.stream)
-        name = f"{models.title(ckpt['preset'])}, {ckpt['step']} steps" + ", cannot write" * args.no_write
+        name = f"{title(ckpt['preset'])}, {ckpt['step']} steps" + ", cannot write" * args.no_write
         name += f" ({ckpt['path']})" if name in lines else ""
         lines[name] = curve(at)
         if args.plot and not args.no_write and not model.config.attention:
@@ -131,7 +137,7 @@ def twice_task(args, device):
         _, ids = data.read(args.data or ckpt["train"]["data"]).splits(tokenizer, 1)
         if len(ids) < LENGTHS[-1]:
             raise UserError(f"--task twice needs {LENGTHS[-1]} validation tokens, not {len(ids)}; give more text")
-        name = f"{models.title(ckpt['preset'])} ({ckpt['path']})"
+        name = f"{title(ckpt['preset'])} ({ckpt['path']})"
         rows = {name: model}
         if not model.config.attention:
             rows[f"{name}, cannot write"] = load(path, device, no_write=True)[1]
@@ -173,7 +179,7 @@ def stream(model, ids, n):
         if not math.isfinite(total):
             raise Halt(f"the loss is {total} after {seen:,} tokens of the stream")
         if 10 * seen >= (len(marks) + 1) * n:                 # another tenth; by the second one all buffers are there
-            marks.append((resident(device), models.state_bytes(state)))
+            marks.append((resident(device), state_bytes(state)))
             say(f"  {seen:9,}  {total / seen:10.4f}  {seen / (time.perf_counter() - began):8,.0f}  "
                 f"{marks[-1][0] / 2**20:12,.1f}  {marks[-1][1]:11,}")
     growth = [after / max(before, 1) - 1 if after else 0.0 for before, after in zip(marks[:2][-1], marks[-1])]
@@ -188,8 +194,61 @@ def stream(model, ids, n):
 COLLAPSED = 0.02                          # share of an idle memory, or spread of an attention gate that stands still
 
 
+def watch(layer, x, state=None):
+    """Return the gates and inner losses of each token of x (B, T, n_embd) in a layer.Memory, as `probe` names them."""
+    fresh, c = layer.start(x), layer.config
+    state = state or fresh
+    asked = lambda k, state: layer.recall(k, layer.weights(state)[0], state.fast.keys)
+    _, k, v, gates, _ = layer.project(x, state)
+    y, _ = chunks.run(rule(c), layer.phi, k.roll(-1, 2), k, v, gates, layer.with_M0(state.fast))         # W_t, k_{t+1}
+    y = torch.cat([asked(k[:, :, :1], state), y[:, :, :-1]], 2)
+    losses = [torch.vmap(partial(memory.loss, c.loss))(a.flatten(0, 2), v.flatten(0, 2)).view(v.shape[:3])
+              for a in (y, asked(k, fresh))]
+    opened = gates.step * (layer.phi.square(k) if c.step_by == "phi" else c.chunk) / c.max_step
+    found = dict(gates._asdict(), gate=gates.gate.sum(-1), opened=opened, surprise=losses[0], untaught=losses[1])
+    return {name: a for name, a in found.items() if a is not None}
+
+
+@torch.no_grad()
+def probe(model, tokens):
+    """Watch the memories while the model reads tokens (B, T) from the start -> for each layer a dict of tensors.
+
+        keep, step, momentum, gate   (B, H, T); gate is the sum over the window
+        opened      (B, H, T)        the step as a share of its bound
+        surprise    (B, H, T)        the inner loss of a pair at the memory before it: l(M(phi(k_t); W_{t-1}), v_t)
+        untaught    (B, H, T)        the same at M0
+        written, S  (B, H)           |W - M0| and |S| after the last token; S only with momentum
+        share       ()               |o - o'| / |o|: what the layer says, o, and says if its memory cannot write, o'
+        attn_gate   (B, T, n_embd)   MAG and MAC only: the attention gate, sigmoid(norm(M(..)))
+    """
+    calls, found, T, layers = {}, [], tokens.shape[1], [block.layer for block in model.blocks]
+    keep_call = lambda m, args, out: calls.setdefault(m, []).append((args, out))
+    with ExitStack() as hooks:
+        for m in (m for layer in layers for m in (layer, *layer.children())):
+            hooks.enter_context(m.register_forward_hook(keep_call))
+        model(tokens)
+    for layer in layers:
+        inside = getattr(layer, "memory", layer)              # the Memory of a Wiring; MAC calls it once a segment
+        (x, *_), (o, _) = calls[layer][0]
+        seen = [watch(inside, *args[:2]) for args, _ in calls[inside]]
+        with ExitStack() as undo:
+            undo.callback(vars(model.config).update, vars(model.config).copy())
+            model.config.max_step, model.config.keep = 0.0, False
+            share = (o - layer(x)[0]).norm() / o.norm().clamp_min(torch.finfo(o.dtype).tiny)     # 0 where o is 0
+        at = {name: torch.cat([a[name] for a in seen], -1)[..., -T:] for name in seen[0]}   # no persistent tokens
+        W, S = inside.weights(calls[inside][-1][1][1])
+        W = [a - b for a, b in zip(W, grown(inside.M0, [w.shape[-2] for w in W]))]
+        for name, matrices in ("written", W), ("S", S):
+            if matrices:
+                at[name] = sum(w.square().sum((-2, -1)) for w in matrices).sqrt()
+        if model.config.wiring in ("mag", "mac"):
+            at["attn_gate"] = torch.cat([out for _, out in calls[layer.m_norm]], 1).sigmoid()
+        found.append(at | dict(share=share))
+    return found
+
+
 def probe_task(args, device):
-    """Print, keep and draw what models.probe sees in each layer of a checkpoint over a text."""
+    """Print, keep and draw what `probe` sees in each layer of a checkpoint over a text."""
     if len(args.ckpt) > 1:
         raise UserError(f"--task probe reads one checkpoint, not {len(args.ckpt)}: --ckpt {' '.join(args.ckpt)}")
     ckpt, model, tokenizer = load(args.ckpt[0], device)
@@ -198,7 +257,7 @@ def probe_task(args, device):
     text = args.data or ckpt["train"]["data"]
     ids = tokenizer.encode(args.prompt) if args.prompt else data.read(text).splits(tokenizer, 1)[1]
     ids = torch.as_tensor(ids[: args.length or ckpt["train"]["seq_len"]]).long()
-    found, lines, kept = models.probe(model, ids[None].to(device)), {}, []
+    found, lines, kept = probe(model, ids[None].to(device)), {}, []
     say(f"{ckpt['path']}: {ckpt['preset']}, step {ckpt['step']}, over {len(ids)} tokens: mean +- standard deviation\n"
         f"\n{'layer':>14}" + "".join(f"{i + 1:>18}" for i in range(len(found))))
     for name in found[0]:
@@ -210,7 +269,7 @@ def probe_task(args, device):
         dot, taught, untaught = model.config.loss == "dot", mean("surprise"), mean("untaught")
         change = taught - untaught if dot else taught / untaught                 # dot: at M0 it is 0, or of either sign
         for name, seen in ((f"inner loss {'-' if dot else '/'} inner loss without writes", change),
-                           ("step / its bound", mean("step") * model.config.chunk / model.config.max_step)):
+                           ("step / its bound", mean("opened"))):
             lines[f"layer {i + 1}: {name}"] = range(len(ids) - len(seen), len(ids)), seen.tolist()
         if "attn_gate" in at and len(ids) > 1 and min(moves := at["attn_gate"].std(1).mean(), at["share"]) < COLLAPSED:
             say(f"warning: layer {i + 1}: its memory is idle: writes move its output by {at['share']:.3f}, the gate "
@@ -240,8 +299,8 @@ def one_pass(layer, rule, momentum, k, v):
     step = STEPS.to(one).repeat_interleave(B)[:, None, None] * one
     gates = omega.Gates(one, step, MOMENTUM * one if momentum else None, torch.stack([one / window] * window, -1))
     state = omega.start(rule, layer.phi, list(layer.M0), len(k), momentum)
-    _, state = omega.omega(rule, layer.phi, k, k, v, gates, state)
-    y = memory.apply(rule.memory, omega.total(state), layer.phi(k), k, rule.norm)
+    _, state = chunks.run(rule, layer.phi, k, k, v, gates, state)
+    y = memory.apply(rule.memory, chunks.weights(rule, layer.phi, state)[0], layer.phi(k), k, rule.norm)
     return ((y - v).square().sum(-1) / v.square().sum(-1)).view(len(STEPS), -1).mean(1).nan_to_num(math.inf)
 
 
@@ -264,14 +323,14 @@ def pairs_to_store(kind, n, dim, args, device):
 def online_task(args, device):
     """Print the error of one pass with the best of STEPS, for both kinds of keys and each of args.pairs."""
     layer, kinds, lines = online_layer(args, device), ("independent", "correlated"), {}
-    config, rule = layer.config, layer.config.rule()
+    config, usual = layer.config, rule(layer.config)
     say(f"memory {config.memory}, heads of {config.head_dim}, features {config.features}, chunk {config.chunk}:\nmean "
         f"|M(k) - v|^2 / |v|^2 of {args.batch_size} x N pairs read once, two kinds of keys, best of {len(STEPS)} steps")
     cells = [pairs_to_store(kind, n, config.head_dim, args, device) for kind in kinds for n in args.pairs]
     say("\n" + " " * 38 + "".join(f"{kind + ', N':>{max(7 * len(args.pairs), 16)}}" for kind in kinds))
     say(f"{'window  momentum  Newton-Schulz':38}" + "".join(f"{n:7d}" for n in args.pairs) * len(kinds))
-    for every, momentum, window in itertools.product((0, rule.muon_every), (False, True), (1, 8, 16)):
-        one = rule._replace(window=window, muon_every=every)
+    for every, momentum, window in itertools.product((0, usual.muon_every), (False, True), (1, 8, 16)):
+        one = usual._replace(window=window, muon_every=every)
         best = [one_pass(layer, one, momentum, k, v).min().item() for k, v in cells]
         say(f"{window:6d}  {MOMENTUM if momentum else '-':>8}  {'yes' if every else '-':>13}" + " " * 7
             + "".join(f"{e:7.2f}" for e in best))
@@ -292,7 +351,7 @@ def capacity_task(args, device):
             W = torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(device)
             errors = {"least squares": ((x @ W - y).square().sum(-1) / y.square().sum(-1)).mean().item()}
             for window, every in ((1, 0), (8, 0), (8, 1)):
-                one = layer.config.rule()._replace(window=window, muon_every=every)
+                one = rule(layer.config)._replace(window=window, muon_every=every)
                 errors[f"window {window}" + ", Newton-Schulz" * every] = one_pass(layer, one, False, k, v).min().item()
             for name, error in errors.items():
                 lines.setdefault(f"{name}, {x.shape[-1]} features", (args.pairs, []))[1].append(error)
@@ -307,7 +366,7 @@ def mixing_task(args, device):
     """Draw P of a chunk beside a causal softmax: row t says with which weight token t reads each pair."""
     T, window, one = 16, 4, torch.ones(1, 16)
     gates = omega.Gates(0.9 * one, one, None, torch.full((1, T, window), 1 / window))
-    P = -omega.mixing(gates)[0][0, :, window - 1:]            # the columns before are pairs from before the chunk
+    P = 0 - chunks.waiting(omega.Rule(window=window, chunk=T), gates)[0][0, :, window - 1:]     # less pairs from before
     softmax = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
     say("-P of 16 tokens, window 4, keep 0.9, step 1:\n" + "\n".join(" ".join(f"{a:.2f}" for a in row) for row in P))
     if args.plot:

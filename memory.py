@@ -129,17 +129,18 @@ def output_error(loss_kind, f, v, norm):
     return scale * (e - n * (n * e).mean(-1, keepdim=True))
 
 
-def gradients(kind, loss_kind, W, x, v, norm):
+def gradients(kind, loss_kind, W, x, v, norm=False, last=None):
     """Return the gradient of every token's loss at fixed weights W, as one outer product per matrix: dl/dW[i] = a^T d.
     This is backpropagation written out. W (N, in, out) each, x (N, n, E), v (N, n, D) as `target` gives it -> of each
-    matrix (a, d): its inputs (N, n, in) and the errors of its outputs (N, n, out)."""
-    z, last = torch.bmm(x, W[0]), W[-1]
+    matrix (a, d): its inputs (N, n, in) and the errors of its outputs (N, n, out). last(a) returns the errors of the
+    last matrix, from its inputs, where they are not those at W."""
+    last = last or (lambda a: output_error(loss_kind, torch.bmm(a, W[-1]), v, norm and kind != "linear"))
     if kind == "linear":
-        return [(x, error(loss_kind, z, v))]
-    u = torch.bmm(x, W[1]) if kind == "gated" else None
+        return [(x, last(x))]
+    z, u = torch.bmm(x, W[0]), torch.bmm(x, W[1]) if kind == "gated" else None
     gelu = F.gelu(z)
     a = gelu if u is None else gelu * u
-    e = output_error(loss_kind, torch.bmm(a, last), v, norm)  # dl/df, then back through the last matrix and gelu: dl/dz
-    da = torch.bmm(e, last.mT)
+    e = last(a)                                               # dl/df, then back through the last matrix and gelu: dl/dz
+    da = torch.bmm(e, W[-1].mT)
     slope = torch.ops.aten.gelu_backward                      # slope(g, z) = g gelu'(z)
     return [(x, slope(da, z)), (a, e)] if u is None else [(x, slope(da * u, z)), (x, da * gelu), (a, e)]

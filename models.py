@@ -1,41 +1,37 @@
-"""models.py - from tokens to logits: configuration, memory layer, language model, and the paper's models as data.
+"""models.py - from tokens to logits: configuration, the language model, and the paper's models and sizes as data.
 
     block(x) = x + layer(norm(x)),  then  x + SwiGLU(norm(x))                           ATLAS Figure 3 (left)
     layer    = a memory that learns at test time (Figure 3, right), attention, or both (wiring.py)
 
-There are two loops. The outer loop (train.py) learns every nn.Parameter here, among them M0, where each memory starts.
-The inner loop (omega.py) runs inside forward. It starts from M0 at the beginning of every sequence, changes only the
+There are two loops. The outer loop (train.py) learns every nn.Parameter, among them M0, where each memory starts. The
+inner loop (omega.py) runs inside forward. It starts from M0 at the beginning of every sequence, changes only the
 fast weights W of that sequence, and never touches a parameter. The `state` that forward returns holds what it learned.
 """
 import math
 import re
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_with_path
 from torch.utils.checkpoint import checkpoint
 
-import memory
-import omega
-import poly
-import shards
+import chunks
+import layer
 from common import UserError, check, opt
-from memory import LOSSES, MEMORIES, at_least_float32, unit, without_autocast
+from layer import Memory, Norm, check_state, map_state
+from memory import LOSSES, MEMORIES, at_least_float32
 from muon import COEFFICIENTS
-from poly import FEATURES, Features, features_dim
-from wiring import (WIRINGS, Attention, AttentionState, Norm, Wiring, WiringState, check_input, check_state, heads,
-                    numbered)
+from poly import FEATURES, features_dim
+from shards import ShardedMemory
+from wiring import WIRINGS, Attention, Wiring
 
 
 # ---- configuration
 @dataclass
 class Config:
-    """Everything that rebuilds the network. The fields are flags of train.py, and the checkpoint holds them."""
+    """Everything that rebuilds the network. The fields are flags of train.py, and the checkpoint holds them. Those of
+    the memory are layer.settings."""
     vocab_size: int = opt(65, "number of tokens; set from the tokenizer", low=1)
     n_layer: int = opt(2, "number of blocks", low=1)
     n_head: int = opt(8, "number of heads; each has its own memory", low=1)
@@ -50,6 +46,8 @@ class Config:
     loss: str = opt("l2", "inner loss (attentional bias)", LOSSES)
     window: int = opt(8, "tokens that the Omega rule looks back on (the paper's c); 1: Titans", low=1)
     chunk: int = opt(64, "tokens that share one gradient point (the paper's b)", low=1)
+    error: str = opt("chunk", "where a pair's error is measured: at the chunk's start, or at the token before, as in the "
+                     "sequential rule", ("chunk", "token"))
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
     muon: bool = opt(True, "Newton-Schulz on the inner momentum, Eq 32")
     muon_every: int = opt(64, "tokens from one Newton-Schulz to the next, at most --chunk; 1: Eq 40", low=1)
@@ -64,7 +62,9 @@ class Config:
     lookback: int = opt(0, "the block, from 1, whose memory recalls what came next (choice 23); 0: none")
     window_gate: str = opt("token", "weights of a window (gamma): learned for each token, or uniform",
                            ("token", "uniform"))
-    max_step: float = opt(2.0, "upper bound of a chunk's summed step sizes (eta): each is at most max_step / chunk")
+    max_step: float = opt(2.0, "upper bound of the step size (eta), in units of --step-by")
+    step_by: str = opt("chunk", "1 / chunk; or phi: 1 / |phi(k)|^2, of which 1 learns a pair at once, for --error token",
+                       ("chunk", "phi"))
     step_start: float = opt(0.0, "initial bias of the step size's gate; if lower, less is written at first", low=-20)
     max_norm: float = opt(50.0, "bound of |W - M0| (--forget zero: |W|) of each matrix where a chunk ends; 0: none")
     polarise: float = opt(0.0, "MAG and MAC only: adds this times mean(1 - |2g - 1|) to the loss, g the attention gate")
@@ -81,9 +81,9 @@ class Config:
         if not self.head_dim and self.n_embd % self.n_head:
             raise UserError(f"--n-embd {self.n_embd} is no multiple of --n-head {self.n_head}; give --head-dim")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        alone, wired, E = self.attention, self.wiring != "lmm", features_dim(
-            self.features, self.head_dim, self.degree, self.sketch_dim)
-        for fault, message in (
+        alone, wired, fault = self.attention, self.wiring != "lmm", layer.rule(self).fault()
+        E = features_dim(self.features, self.head_dim, self.degree, self.sketch_dim)
+        for wrong, message in (
             (self.dropout >= 1, f"--dropout must be below 1, not {self.dropout}"),
             (alone and wired, f"--wiring {self.wiring} needs a memory model, not attention alone"),
             ((alone or wired) and self.head_dim % 2, "rotary embedding needs an even --head-dim"),
@@ -99,21 +99,15 @@ class Config:
              "--lookback is at most --n-layer, and needs a memory and --conv"),
             (self.features == "sketch" and self.degree != 2, "--features sketch needs --degree 2"),
             (not alone and self.muon and self.features == "exp", "--features exp needs --no-muon: it is infinite"),
+            (not alone and fault, fault),
         ):
-            if fault:
+            if wrong:
                 raise UserError(message)
 
     def period(self):
         """Return the least number of tokens that whole chunks (or shards), and segments of MAC, take; attention: 1."""
         chunk = 1 if self.attention else self.shard or self.chunk
         return math.lcm(chunk, self.attn_window) if self.wiring == "mac" else chunk
-
-    def rule(self):
-        """Return the omega.Rule of these settings. Its muon_every is at most chunk, and 0 without Newton-Schulz."""
-        return omega.Rule(
-            memory=self.memory, loss=self.loss, window=self.window, chunk=self.chunk,
-            muon_every=min(self.muon_every, self.chunk) if self.muon else 0, ns_steps=self.ns_steps,
-            ns_coefficients=self.ns_coefficients, forget=self.forget, norm=self.memory_norm, ball=self.max_norm)
 
 
 # Table 1: the paper's models as differences from Config's defaults. Where no memory is named, the size decides.
@@ -176,209 +170,6 @@ def build(preset="atlas", size="tiny", **overrides):
     return LM(configure(preset, size, **overrides))
 
 
-def kept_bytes(config, batch, T, remat=False):
-    """Return about how many bytes `LM.loss` keeps for backward, for (batch, T) tokens on a GPU, compiled, in bfloat16.
-    Counted without a GPU, and checked in test_all.py. What a compiled function makes is computed again."""
-    c, N = config, batch * T
-    ends, inner = N * (4 * c.vocab_size + 12 * c.n_embd), c.n_head * c.head_dim        # the float32 logits, embedding
-    layer = 4 * N * c.n_embd
-    if not c.attention:
-        exp, blocks = c.features == "exp", c.chunk / c.rule().muon_every if c.muon else 0
-        E = c.head_dim + T if exp else features_dim(c.features, c.head_dim, c.degree, c.sketch_dim)
-        sizes = memory.shapes(c.memory, E, c.expansion * c.head_dim, c.head_dim)
-        rows = 12 * E if exp else 4 * E                       # of a token and head: phi(q), phi(k), with exp one-hot x
-        rows += 4 * c.head_dim + sum(4 * out for _, out in sizes[:-1])                 # what was written: x, d
-        rows += 0 if c.muon else 4 * (c.chunk + c.window)                              # P
-        states = 4 * sum(map(math.prod, sizes)) * (1 + c.momentum + (1 + blocks) * c.muon) / c.chunk   # W, S, U, O
-        layer = N * (17 * (c.n_embd + inner) + c.n_head * (rows + states)) * (1 + bool(c.shard))
-    if c.wiring != "lmm":                                     # a guess, not counted
-        layer += N * 4 * (4 * c.n_embd + 4 * inner)
-    return int(ends + layer + (4 * N * c.n_embd if remat else layer) * (c.n_layer - 1))
-
-
-def title(name):
-    """Return a preset, changed or not, as atlas,memory=mlp, in the words of a picture."""
-    words = dict(transformer="transformer (RoPE)", deltanet="DeltaNet", titans="Titans", omeganet="OmegaNet",
-                 atlas="ATLAS")
-    preset, *changes = name.split(",")
-    return ", ".join([words.get(preset, preset), *changes])
-
-
-# ---- the memory layer
-class MemoryState(NamedTuple):
-    """What a Memory carries from call to call."""
-    fast: omega.State | shards.Shards     # the fast weights and what belongs to them
-    conv: torch.Tensor                    # (B, 3, 3 H D), the last inputs of the convolution
-    config: Config                        # of the layer that it fits
-    seen: torch.Tensor | None = None      # (B, window - 1) bool: the last pairs that windows look at; None: all
-
-
-def short_conv(x, taps, same=None):
-    """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: x (B, n + T, C), taps (n + 1, C) -> (B, T, C). same (B, T,
-    n + 1): whether x_{t-n+j} belongs to the document of x_t."""
-    rows = [x[:, j: j + x.shape[1] - len(taps) + 1] for j in range(len(taps))]
-    rows = rows if same is None else [row * here for row, here in zip(rows, same.split(1, -1))]
-    return F.silu(sum(tap * row for tap, row in zip(taps.to(x.dtype), rows)))
-
-
-def masked(gates, doc, pairs, reset):
-    """Return gates that write, forget and carry nothing at masked tokens, and whose windows hold pairs of the token's
-    document alone. doc (B, T) and pairs (B, window - 1 + T): from `numbered`; reset (B, T) or None."""
-    keep, step, momentum, gate, _ = gates
-    here = pairs[:, None, -keep.shape[2]:] >= 0               # (B, 1, T), for all heads
-    looks = (pairs.unfold(1, gate.shape[-1], 1) == doc[..., None])[:, None] & here[..., None]
-    momentum = momentum if momentum is None else momentum.where(here, 1)
-    reset = reset if reset is None else reset[:, None].expand_as(keep)
-    return omega.Gates(keep.where(here, 1), step.where(here, 0), momentum, gate * looks, reset)
-
-
-class Memory(nn.Module):
-    """The layer that learns at test time (Figure 3, right).
-
-        x --+-- qkv -- short_conv, SiLU --+-- q, k -- unit length -- phi --+
-            |                             +-- v ---------------------------+-- omega: write (k, v), read q -- norm --+
-            +-- gates -- keep, step, momentum, gate -----------------------+                                    * -- out
-            +-- out_gate -- SiLU ------------------------------------------------------------------------------------+
-
-    With Newton-Schulz, `muon_every` tokens share one update; before it, queries read their plain steps (choice 15).
-    """
-    conv_width = 4
-    autocast_on = ("cuda",)               # devices on which autocast reaches the products of the memory, too
-
-    def __init__(self, config, layer=0):
-        super().__init__()
-        self.config = config
-        c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
-        self.back = c.lookback == layer + 1                   # then k_t is q_{t-1}, and hardly forgotten (choice 23)
-        made = (2 if self.back else 3) * inner
-        self.qkv = nn.Linear(d, made, bias=False)
-        self.conv = nn.Parameter(torch.zeros(self.conv_width, made)) if c.conv else None
-        self.n_gates = [1, 1, int(c.momentum), c.window if c.window_gate == "token" else 0]      # as in make_gates
-        self.gates = nn.Linear(d, H * sum(self.n_gates))
-        self.phi = Features(c.features, c.head_dim, c.degree, c.sketch_dim, seed=layer)
-        sizes = memory.shapes(c.memory, self.phi.out_dim, c.expansion * c.head_dim, c.head_dim)
-        make = lambda: nn.ParameterList(nn.Parameter(torch.zeros(H, *s)) for s in sizes)
-        self.M0, self.global_M0 = make(), make() if c.shard else ()
-        self.norm = Norm(H, 1, c.head_dim, eps=0.1 if self.back else 2**-23)           # 0.1: weak reads stay weak
-        self.out_gate = nn.Linear(d, inner, bias=False)
-        self.out = nn.Linear(inner, d, bias=False)
-        self.init()
-
-    def init(self):
-        """Set the starting values that nn.Linear has not set. Call it after model.apply(your_init)."""
-        H, c = self.config.n_head, self.config
-        if self.conv is not None:                             # each channel begins with a random mixture of four tokens
-            nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
-        for M0 in (self.M0, self.global_M0):                  # x W is as long as 2 phi(k); it adds little (choice 10)
-            for W in M0:
-                last = 1.0 if c.memory_norm else 0.25
-                std = 0.0 if c.memory == "linear" else last if W is M0[-1] else 2.0
-                nn.init.normal_(W, std=std * M0[-1].shape[1] ** -0.5)
-        if self.back:
-            with torch.no_grad():                             # what is recalled is the token itself
-                self.conv[:, H * c.head_dim:] *= 0.2
-                self.conv[-1, H * c.head_dim:] = 1
-                for scale in (self.phi.scale[:-1] if hasattr(self.phi, "scale") else ()):
-                    scale.zero_()                             # the highest degree alone tells keys apart
-        nn.init.normal_(self.gates.weight, std=0.02)
-        keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)       # 0.73 .. 0.998, by head  (choice 16)
-        step, others = torch.full((H, 1), c.step_start), torch.zeros(H, sum(self.n_gates[2:]))   # 1/4 of its bound, 1/2
-        with torch.no_grad():
-            self.gates.bias.copy_(torch.cat([keep[:, None], step, others], 1).flatten())
-
-    def make_gates(self, x):
-        """Return the omega.Gates of x: keep, step, momentum (B, H, T) and gate (B, H, T, window), token by token."""
-        c = self.config
-        weight, bias = map(at_least_float32, self.gates.parameters())
-        made = heads(F.linear(x.to(weight.dtype), weight, bias), c.n_head)
-        keep, step, momentum, gate = made.split(self.n_gates, -1)
-        opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
-        step = c.max_step / c.chunk * opened                                                     # eta
-        forgets = opened * (-keep).squeeze(-1).sigmoid() / (1024 if self.back else 1)        # to recall is to keep
-        keep = 1 - forgets if c.keep else torch.ones_like(opened)                                # alpha
-        momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None                        # theta
-        gate = gate.sigmoid() if c.window_gate == "token" else gate.new_ones(*keep.shape, c.window)              # gamma
-        return omega.Gates(keep, step, momentum, gate / c.window)                                # choice 6
-
-    def start(self, x):
-        """Return the state before the first token, for a batch of len(x) sequences."""
-        c, B = self.config, len(x)
-        fast = omega.start(c.rule(), self.phi, list(self.global_M0 or self.M0), B, momentum=c.momentum)
-        if c.shard:
-            kk = fast.W[0].new_zeros(B, c.n_head, c.head_dim, c.head_dim)
-            fast = shards.Shards(tuple(self.M0), fast, None, kk, 0)
-        return MemoryState(fast, x.new_zeros(B, self.conv_width - 1 + self.back, 3 * c.n_head * c.head_dim), c)
-
-    def forward(self, x, state=None, mask=None, reset=None):
-        """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. mask and reset: as in LM. Raises
-        ValueError as `check_input`, and for a reset where no chunk (with shards: no shard) begins."""
-        c = self.config
-        check_input(self, x, state, mask, reset)
-        state = state or self.start(x)
-        if reset is not None:
-            mid_chunk = (torch.arange(x.shape[1], device=x.device) + state.fast.pos) % (c.shard or c.chunk) > 0
-            if c.forget == "zero" or (reset & mid_chunk).any():
-                raise ValueError("reset needs forget='start', and stands where a chunk (with shards: a shard) begins")
-        doc, pairs = numbered(x, mask, reset, state.seen, c.window - 1)
-        q, k, v, gates, tail = self.project(x, state, doc, pairs)
-        if doc is not None:                                   # shards add up k k^T, so masked k must be 0
-            k, gates = k * (pairs[:, None, -x.shape[1]:, None] >= 0), masked(gates, doc, pairs, reset)
-        with nullcontext() if x.device.type in self.autocast_on else without_autocast(x):
-            learn = partial(shards.shards, c.shard) if c.shard else omega.omega
-            y, fast = learn(c.rule(), self.phi, q, k, v, gates, state.fast)
-        seen = None if doc is None else (pairs == doc[:, -1:])[:, x.shape[1]:]
-        return self.finish(x, y), MemoryState(fast, tail, c, seen)
-
-    def project(self, x, state, doc=None, pairs=None):
-        """Return q, k, v (B, H, T, D), the gates, and what the convolution carries on. doc, pairs: from `numbered`."""
-        qkv, n, same, taps = self.qkv(x), self.conv_width - 1 + self.back, None, self.conv
-        if self.back:                                         # taps for x_{t-4} .. x_t; those of k are q's, a token ago
-            (q, v), (own, taps_v) = qkv.chunk(2, -1), taps.chunk(2, -1)
-            qkv, now = torch.cat([q, q, v], -1), lambda a: F.pad(a, (0, 0, 1, 0))
-            taps = torch.cat([now(own), F.pad(own, (0, 0, 0, 1)), now(taps_v)], -1)
-        before = state.conv.to(qkv.dtype)
-        if doc is not None:
-            here, docs = pairs[:, -x.shape[1]:, None] >= 0, F.pad(doc, (n, 0))
-            qkv, same = qkv * here, docs.unfold(1, n + 1, 1) == doc[..., None]
-        inputs = torch.cat([before, qkv], 1)
-        tail = inputs[:, -n:].clone() if doc is None else inputs[:, -n:] * (docs[:, -n:] == doc[:, -1:])[..., None]
-        qkv = F.silu(qkv) if self.conv is None else short_conv(inputs, taps, same)
-        q, k, v = (heads(a, self.config.n_head) for a in qkv.chunk(3, -1))
-        with without_autocast(x):
-            return unit(q), unit(k), at_least_float32(v), self.make_gates(x), tail                # choice 8
-
-    def finish(self, x, y):
-        """Apply the norm of each head, the output gate and the projection: y (B, H, T, D) -> (B, T, n_embd)."""
-        y = self.norm(y).transpose(1, 2).flatten(2).to(x.dtype)
-        return self.out(y * F.silu(self.out_gate(x)))
-
-    def retrieve(self, x, W, keys=None):
-        """Return M*(q), Titans Eq 21: what fast weights W recall for x (B, T, n_embd) without writing."""
-        q = F.silu(self.qkv(x).chunk(2 if self.back else 3, -1)[0])              # no convolution: choice 18
-        with without_autocast(x):
-            y = self.recall(unit(heads(q, self.config.n_head)), W, keys)
-        return self.finish(x, y)
-
-    def recall(self, q, W, keys=None):
-        """Return M(phi(q); W) for q (B, H, T, D); keys: those that `exp` features keep."""
-        rule, rows = self.config.rule(), self.phi(q) if keys is None else poly.kernel_rows(q, keys)
-        return memory.apply(rule.memory, W, rows, q, rule.norm)
-
-    def watch(self, x, state=None):
-        """Return the gates and inner losses of each token of x (B, T, n_embd), as `probe` names them."""
-        fresh = self.start(x)
-        state, kind = state or fresh, self.config.loss
-        asked = lambda k, fast: self.recall(k, omega.total(fast), fast.keys)
-        _, k, v, gates, _ = self.project(x, state)
-        with without_autocast(x):
-            y = omega.omega(self.config.rule(), self.phi, k.roll(-1, 2), k, v, gates, state.fast)[0]     # W_t, k_t+1
-            y = torch.cat([asked(k[:, :, :1], state.fast), y[:, :, :-1]], 2)
-            losses = [torch.vmap(partial(memory.loss, kind))(a.flatten(0, 2), v.flatten(0, 2)).view(v.shape[:3])
-                      for a in (y, asked(k, fresh.fast))]
-        found = dict(gates._asdict(), gate=gates.gate.sum(-1), surprise=losses[0], untaught=losses[1])
-        return {name: a for name, a in found.items() if a is not None}
-
-
 # ---- the language model
 class SwiGLU(nn.Module):
     """silu(x Gate) * (x Up) Out, the second half of a block (Shazeer 2020): (.., n_embd) -> (.., n_embd)."""
@@ -397,10 +188,11 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """x + layer(norm(x)), then x + SwiGLU(norm(x)): Figure 3 (left)."""
 
-    def __init__(self, config, layer=0):
+    def __init__(self, config, number=0):
         super().__init__()
         self.norm1, self.norm2 = Norm(config.n_embd), Norm(config.n_embd)
-        self.layer = Attention(config) if config.attention else Memory(config, layer)
+        memory = ShardedMemory if config.shard else Memory
+        self.layer = Attention(config) if config.attention else memory(config, number)
         if config.wiring != "lmm":
             self.layer = Wiring(config, self.layer)
         self.mlp = SwiGLU(config)
@@ -466,6 +258,11 @@ class LM(nn.Module):
             raise ValueError(f"the state fits another model: its n_layer is {len(states)}, not {len(self.blocks)}")
         return zip(self.blocks, states)
 
+    def check_state(self, state):
+        """Raise ValueError unless the state fits this model."""
+        for block, s in self.with_blocks(state):
+            check_state(block.layer, s)
+
     def loss(self, tokens, targets, mask=None, reset=None):
         """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T). Targets of -100, and those of
         masked tokens, do not count; the last token before padding needs a -100. With `polarise` the loss also holds the
@@ -481,12 +278,18 @@ class LM(nn.Module):
 
     def compile_memory(self, **options):
         """Compile the memory, SwiGLU and Norm, for the whole process, and attention blocks as a whole."""
-        omega.compile_chunks(**options)
+        chunks.compile_chunks(**options)
         for owner, name in ((Memory, "project"), (Memory, "finish"), (SwiGLU, "forward"), (Norm, "forward")):
-            omega.compile_function(owner, name, **options)
+            chunks.compile_function(owner, name, **options)
         for block in self.blocks:
             if isinstance(block.layer, Attention):
                 block.compile(dynamic=False, **options)
+
+    def set_floor(self, done):
+        """Set the least weight of the memories' own output (--memory-floor) for a run of which this share is done."""
+        for block in self.blocks:
+            if isinstance(block.layer, Wiring):
+                block.layer.set_floor(done)
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
@@ -525,94 +328,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     return order.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
 
 
-# ---- states: that of an LM is a tuple of one for each layer
-torch.serialization.add_safe_globals([Config, omega.State, shards.Shards, MemoryState, AttentionState, WiringState])
-
-
-def map_state(f, state, of_M0=lambda a, names, i: a):
-    """Return the state with f(a) in place of each tensor a. M0 has no batch axis and belongs to the model: it stays, or
-    of_M0(a, the names on the way to it, i) takes the place of its i-th matrix."""
-    def each(path, a):
-        names = [getattr(key, "name", None) for key in path]
-        return of_M0(a, names, path[-1].idx) if "M0" in names else f(a) if isinstance(a, torch.Tensor) else a
-    f = cache(f)                                              # at a chunk boundary anchor and W are the same tensors
-    return tree_map_with_path(each, state)
-
-
-def detach(state):
-    """Return the state cut off from the autograd graph, for streams and for training on segments."""
-    return map_state(torch.Tensor.detach, state)
-
-
-def select(state, rows):
-    """Return the state of these sequences of the batch (a list or tensor of indices): reordered, repeated, dropped."""
-    rows = torch.as_tensor(rows)
-    if rows.dim() != 1 or rows.numel() and rows.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"rows is a list of indices, not {rows.tolist()}")
-    rows = rows.long()                                        # an empty list comes as float32
-    return map_state(lambda a: a[rows], state)
-
-
-def pack(state):
-    """Return the state without M0, for torch.save. `unpack` takes it back from torch.load(.., weights_only=True)."""
-    return map_state(torch.Tensor.detach, state, lambda *_: None)
-
-
-def unpack(model, packed):
-    """Return a packed state as one of this LM or layer, on its device. Raises ValueError if it does not fit."""
-    if isinstance(model, LM):
-        return tuple(unpack(block.layer, state) for block, state in model.with_blocks(packed))
-    check_state(model, packed)
-    inside, device = getattr(model, "memory", model), next(model.parameters()).device
-    M0 = lambda _, names, i: (inside.global_M0 if "whole" in names else inside.M0)[i]
-    return map_state(lambda a: a.to(device), packed, M0)
-
-
-def state_bytes(state):
-    """Return the bytes of all tensors in a state, without the parameters that it refers to (M0)."""
-    own = {id(a): a for a in tree_leaves(state) if isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter)}
-    return sum(a.numel() * a.element_size() for a in own.values())
-
-
 def holds_all(config):
     """Tell whether the state holds every token, so that it grows with the text."""
     return not config.attn_window if config.attention else config.features == "exp"
 
-
-# ---- a memory at work
-@torch.no_grad()
-def probe(model, tokens):
-    """Watch the memories while the model reads tokens (B, T) from the start -> for each layer a dict of tensors.
-
-        keep, step, momentum, gate   (B, H, T); gate is the sum over the window
-        surprise    (B, H, T)        the inner loss of a pair at the memory before it: l(M(phi(k_t); W_{t-1}), v_t)
-        untaught    (B, H, T)        the same at M0
-        written, S  (B, H)           |W - M0| and |S| after the last token; S only with momentum
-        share       ()               |o - o'| / |o|: what the layer says, o, and says if its memory cannot write, o'
-        attn_gate   (B, T, n_embd)   MAG and MAC only: the attention gate, sigmoid(norm(M(..)))
-    """
-    calls, found, T, layers = {}, [], tokens.shape[1], [block.layer for block in model.blocks]
-    keep_call = lambda m, args, out: calls.setdefault(m, []).append((args, out))
-    with ExitStack() as hooks:
-        for m in (m for layer in layers for m in (layer, *layer.children())):
-            hooks.enter_context(m.register_forward_hook(keep_call))
-        model(tokens)
-    for layer in layers:
-        inside = getattr(layer, "memory", layer)              # the Memory of a Wiring; MAC calls it once a segment
-        (x, *_), (o, _) = calls[layer][0]
-        seen = [inside.watch(*args[:2]) for args, _ in calls[inside]]
-        with ExitStack() as undo:
-            undo.callback(vars(model.config).update, vars(model.config).copy())
-            model.config.max_step, model.config.keep = 0.0, False
-            share = (o - layer(x)[0]).norm() / o.norm().clamp_min(torch.finfo(o.dtype).tiny)     # 0 where o is 0
-        at = {name: torch.cat([a[name] for a in seen], -1)[..., -T:] for name in seen[0]}   # no persistent tokens
-        last = calls[inside][-1][1][1].fast
-        M0 = omega.grown(inside.M0, [w.shape[-2] for w in last.W])
-        W = [a - b for a, b in zip(omega.total(last), M0)]
-        for name, matrices in ("written", W), ("S", last.S):
-            if matrices:
-                at[name] = sum(w.square().sum((-2, -1)) for w in matrices).sqrt()
-        if model.config.wiring in ("mag", "mac"):
-            at["attn_gate"] = torch.cat([out for _, out in calls[layer.m_norm]], 1).sigmoid()
-        found.append(at | dict(share=share))
-    return found

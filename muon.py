@@ -93,25 +93,3 @@ class Muon(torch.optim.Muon):
             for p, update in zip(params, newton_schulz(updates)):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update[0], alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
-
-
-def make_optimizers(model, tc, bfloat16=False):
-    """Return [AdamW], or with tc.optimizer "muon" [AdamW, Muon], for a models.LM; tc is a train.TrainConfig. Hidden
-    matrices decay, and Muon may train them. Embedding, head, norms, gates, convolutions and M0 belong to AdamW and do
-    not decay (choice 20). bfloat16: whether Muon computes in it."""
-    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-    embed, gates, hidden, rest = [], [], [], []
-    for name, p in model.named_parameters():
-        other = hidden if id(p) in linear and not name.startswith("head.") else rest
-        (embed if name.startswith("embed.") else gates if ".gates." in name else other).append(p)
-    groups = [dict(params=embed, weight_decay=0.0, times=tc.embed_lr), dict(params=rest, weight_decay=0.0)]
-    if gates:
-        groups.append(dict(params=gates, weight_decay=0.0, times=tc.gates_lr))
-    if tc.optimizer == "adamw":
-        groups.append(dict(params=hidden, weight_decay=tc.weight_decay))
-    adamw = torch.optim.AdamW(groups, lr=tc.lr, betas=(0.9, tc.beta2), fused=True)
-    if tc.optimizer == "adamw":
-        return [adamw]
-    outer = Muon(hidden, lr=tc.outer_muon_lr, weight_decay=tc.weight_decay)
-    outer.bfloat16 = bfloat16
-    return [adamw, outer]

@@ -8,13 +8,14 @@ A linear memory of head dim D stores D pairs (Prop 1); on phi it stores E, the n
     monomial      all monomials of degree <= p, E = C(D + p, p): Eq 5 exactly, with a_i = s_i^2     (choice 7)
     elementwise   sum_i s_i x^i, coordinate by coordinate. E = D, so capacity does not grow
     sketch        degree 2 with fewer features: products of two random projections, right on average
-    exp           the infinite phi* of Eq 22, by its kernel exp(q . k) alone (kernel_rows, omega.write_keys)
+    exp           the infinite phi* of Eq 22, by its kernel exp(q . k) alone (end of this file)
 
 q and k have unit length before phi, which does not normalise (choice 8).
 """
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 FEATURES = ("none", "elementwise", "monomial", "sketch", "exp")
@@ -62,7 +63,7 @@ class Features(nn.Module):
     def forward(self, x):
         """Return phi(x): (.., dim) -> (.., out_dim). Raises ValueError for `exp`, which has infinitely many."""
         if self.kind == "exp":
-            raise ValueError("exp features are infinitely many; only omega.omega has them, by their kernel")
+            raise ValueError("exp features are infinitely many; only chunks.run has them, by their kernel")
         if self.kind == "none":
             return x
         s, one = self.scale.to(x.dtype), torch.ones_like(x[..., :1])
@@ -90,7 +91,33 @@ class Features(nn.Module):
             out = out * dots + a[i]
         return out
 
+    def square(self, k):
+        """Return phi(k) . phi(k) of unit keys k (.., dim) -> (..), or one number for all; of a sketch its mean."""
+        if self.kind == "elementwise":
+            return self(k).square().sum(-1)
+        return math.e if self.kind == "exp" else 1.0 if self.kind == "none" else self.scale.square().sum()
 
+
+# ---- exp: phi* is infinite, but the memory is a sum of phi*(k_i)^T d_i, and the first matrix holds d_i in row i. Its
+# first D rows are the degree-1 part, where M0 lives (choice 19).
 def kernel_rows(r, keys):
-    """Return [r, exp(r . k_1), exp(r . k_2), ..], the features of r that read an `exp` memory: one per key (Eq 23)."""
+    """Return [r, exp(r . k_1), exp(r . k_2), ..], which read such a matrix at r: one number for each key (Eq 23)."""
     return torch.cat([r, (r @ keys.mT).exp()], -1)
+
+
+def one_hot(k, keys):
+    """Return the rows that write the pairs k (B, H, n, D), the last of all keys: (B, H, n, D + number of keys)."""
+    hot = F.pad(torch.eye(k.shape[2], dtype=k.dtype, device=k.device), (k.shape[-1] + keys.shape[2] - k.shape[2], 0))
+    return hot.expand(*k.shape[:2], *hot.shape)               # a negative pad crops pairs from before the first key
+
+
+def grown(W, rows):
+    """Return matrices with `rows` rows each; the new rows are zero."""
+    return tuple(F.pad(w, (0, 0, 0, n - w.shape[-2])) if n > w.shape[-2] else w for w, n in zip(W, rows))
+
+
+def with_keys(state, k, firsts):
+    """Return an omega.State with room for the keys k: a row for each in the matrices that read phi, the `firsts`."""
+    keys = torch.cat([state.keys, k], 2)
+    rows = [k.shape[-1] + keys.shape[2]] * firsts + [w.shape[-2] for w in state.W[firsts:]]
+    return state._replace(keys=keys, **{name: grown(getattr(state, name), rows) for name in ("M0", "W", "S")})

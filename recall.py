@@ -22,7 +22,8 @@ import torch
 import data
 import models
 import train
-from common import Parser, UserError, add_device, add_flags, at_least, picture, replacing, run_task, say, task_flags
+from common import (Parser, UserError, add_device, add_flags, at_least, picture, replacing, run_task, say, task_flags,
+                    title)
 
 
 # ---- recall of pairs
@@ -241,7 +242,7 @@ def campaign(args, trial, columns, chance="", x="", **how):
         found[name] = {c: [done[name, seed]["scores"][str(c)] for seed in args.seeds] for c in columns}
         a = torch.tensor(list(found[name].values()), dtype=torch.float64)         # (columns, seeds)
         means, spreads = a.mean(1).tolist(), a.std(1, correction=min(1, len(args.seeds) - 1)).tolist()
-        lines[models.title(name)] = columns, means, spreads
+        lines[title(name)] = columns, means, spreads
         cells = [f"{mean:.3f}" + f" +- {b:.3f}" * (len(args.seeds) > 1) for mean, b in zip(means, spreads)]
         seconds = sum(done[name, seed]["seconds"] for seed in args.seeds)
         say(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells) + f"{seconds:10d}")

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-import models
-from common import Parser, UserError, add_device, at_least, check_files, exit_code, say, setup
-from data import encode_prompt
-from train import continue_text, load_checkpoint, rebuild, save_file
+from common import Parser, UserError, add_device, at_least, check_files, exit_code, save_file, say, setup
+from data import continue_text, encode_prompt
+from train import load_checkpoint, rebuild
 
 
 def until(stop, pieces):
@@ -36,10 +35,13 @@ def until(stop, pieces):
 def load_state(path, origin=None, model=None):
     """Return the state and the ids after it from a file of --save-state. Raises UserError if it is none of origin."""
     try:
-        made_by, packed, ids = torch.load(path, map_location="cpu", weights_only=True)
+        device = next(model.parameters()).device if model else "cpu"
+        made_by, state, ids = torch.load(path, map_location=device, weights_only=True)
         if origin and made_by != origin:
             raise ValueError("of another checkpoint")
-        return packed and model and models.unpack(model, packed), ids      # None before anything is read
+        if state and model:                                   # None before anything is read
+            model.check_state(state)
+        return state, ids
     except Exception as fault:                                # its type depends on what the file is
         raise UserError(f"{path} is no --save-state of this --ckpt ({fault!r:.99}); give another file") from None
 
@@ -73,7 +75,7 @@ def speak(args):
             show(piece, end="", flush=True)
         show("\n" * (args.tokens > 0), end="", flush=True)
     if args.save_state:
-        save_file(Path(args.save_state), [origin, models.pack(end[0]), end[1] or ids[-1:]])
+        save_file(Path(args.save_state), [origin, end[0], end[1] or ids[-1:]])
 
 
 def main(argv=None):

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-import omega
+import chunks
+import layer
 from memory import unit
-from omega import Gates, State, cuts, omega_ref, start
+from omega import Gates, State, omega_ref, start
 
 
 class Shards(NamedTuple):
@@ -27,9 +28,10 @@ class Shards(NamedTuple):
 
 
 def global_rule(rule, size, gates):
-    """Return rule and gates of the global memory: its chunk is a shard, so its step is multiplied by chunk / size."""
+    """Return rule and gates of the global memory. Its chunk is a shard, which errors at its start take as one step: so
+    the step is multiplied by chunk / size."""
     whole = rule._replace(chunk=size, muon_every=size if rule.muon_every else 0)
-    return whole, gates._replace(step=gates.step * (rule.chunk / size))
+    return whole, gates._replace(step=gates.step * (rule.chunk / size if rule.error == "chunk" else 1))
 
 
 def shards_ref(size, rule, phi, q, k, v, gates, state):
@@ -49,17 +51,48 @@ def shards(size, rule, phi, q, k, v, gates, state):
     """Compute `shards_ref` with all shards in parallel, as extra sequences of the batch."""
     M0, whole, local, kk, pos = state
     slow, few = global_rule(rule, size, gates)
-    y, whole = omega.omega(slow, phi, q, k, v, few, whole)
-    ys, B, pieces = [], len(q), cuts(q.shape[2], pos, size, q.shape[2])
-    parts = (repeat(None) if a is None else a.split([c * n for c, n in pieces], 2) for a in (q, k, v, *gates))
-    for (c, n), *part in zip(pieces, *parts):                 # (B, H, n c, ..) -> (n B, H, c, ..)
-        q, k, v, *gate = (a if a is None else a.unflatten(2, (n, c)).movedim(2, 0).flatten(0, 1) for a in part)
+    y, whole = chunks.run(slow, phi, q, k, v, few, whole)
+    ys, B, at, T = [], len(q), 0, q.shape[2]
+    while at < T:                                             # the rest of a shard, whole shards, a part of one
+        c, n = (min(T - at, size - pos), 1) if pos or T - at < size else (size, (T - at) // size)
+        part = (a if a is None else a[:, :, at: at + n * c] for a in (q, k, v, *gates))
+        part = (a if a is None else a.unflatten(2, (n, c)).movedim(2, 0).flatten(0, 1) for a in part)
+        q_, k_, v_, *gate = part                              # (B, H, n c, ..) -> (n B, H, c, ..)
         if not pos:
             local, kk = start(rule, phi, M0, n * B, gates.momentum is not None), torch.zeros_like(kk[:1])
-        kq = (q @ k.mT).tril() @ k + q @ kk
-        z, local = omega.omega(rule, phi, unit(kq), k, v, Gates(*gate), local)
+        z, local = chunks.run(rule, phi, unit((q_ @ k_.mT).tril() @ k_ + q_ @ kk), k_, v_, Gates(*gate), local)
         ys.append(z.unflatten(0, (n, B)).movedim(0, 2).flatten(2, 3))
-        kk, pos = kk + k.mT @ k, (pos + c) % size
+        kk, pos, at = kk + k_.mT @ k_, (pos + c) % size, at + n * c
         if not pos:
             local, kk = None, kk.new_zeros(B, *kk.shape[1:])
     return y + torch.cat(ys, 2), Shards(M0, whole, local, kk, pos)
+
+
+class ShardedMemory(layer.Memory):
+    """A layer with a global memory and local ones. config: a models.Config, whose `shard` is the size."""
+
+    def make_M0(self):
+        self.global_M0 = super().make_M0()
+        return super().make_M0()
+
+    def init(self):
+        super().init()
+        self.init_M0(self.global_M0)
+
+    def period(self):
+        return self.config.shard
+
+    def start_fast(self, B):
+        c = self.config
+        whole = start(layer.rule(c), self.phi, list(self.global_M0), B, momentum=c.momentum)._replace(M0=())
+        return Shards((), whole, None, whole.W[0].new_zeros(B, c.n_head, c.head_dim, c.head_dim), 0)
+
+    def learn(self, q, k, v, gates, fast):
+        c, base = self.config, lambda M0: tuple(M0) if self.config.forget == "start" else ()
+        local = fast.local and fast.local._replace(M0=base(self.M0))
+        fast = Shards(tuple(self.M0), fast.whole._replace(M0=base(self.global_M0)), local, fast.kk, fast.pos)
+        y, fast = shards(c.shard, layer.rule(c), self.phi, q, k, v, gates, fast)
+        return y, Shards((), fast.whole._replace(M0=()), fast.local and fast.local._replace(M0=()), fast.kk, fast.pos)
+
+
+torch.serialization.add_safe_globals([Shards])

@@ -25,14 +25,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, locked, native_bfloat16, need,
-                    noted_signals, opt, pick_dtype, plot, replacing, say, setup)
-from data import BORDER, TOKENIZERS, Tokenizer, batch, documents, encode_prompt, make_tokenizer, read, streams, windows
-from models import LM, PRESETS, SIZES, Config, Memory, holds_all, kept_bytes, probe, sized
-from muon import make_optimizers
-from wiring import set_floor
+                    noted_signals, opt, pick_dtype, plot, replacing, save_file, say, setup)
+from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt, make_tokenizer, read,
+                  repeated, streams, windows)
+from models import LM, PRESETS, SIZES, Config, Memory, holds_all, sized
+from muon import Muon
 
 RANK, PROCESSES = (int(n) if n.isdecimal() else -1 for n in map(os.environ.get, ("RANK", "WORLD_SIZE"), "01"))
-FORMAT = 4                                                    # of checkpoints
+FORMAT = 5                                                    # of checkpoints
 SAMPLE = 200                                                  # tokens of the sample at the end
 
 
@@ -53,8 +53,7 @@ class TrainConfig:
     batch_size: int = opt(8, "sequences in a forward pass", low=1)
     grad_accum: int = opt(1, "forward passes in a step", low=1)
     seq_len: int = opt(256, "tokens in a sequence", low=1)
-    repeats: float = opt(0.0, "share of windows in which a passage of at least 16 tokens comes twice, and in the first "
-                              "eighth of the steps again and again; with --lookback", high=1)
+    repeats: float = opt(0.0, "share of windows that read a passage twice, at first many times; for --lookback", high=1)
     documents: bool = opt(False, "train on each document (row of .jsonl, file) with a new memory, at a chunk's border")
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest", ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
@@ -68,7 +67,6 @@ class TrainConfig:
     eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
     eval_windows: int = opt(64, "about how many validation windows, evenly spaced, while training; 0: all")
     report_tokens: int = opt(2_000_000, "validation tokens that the report at the end reads, twice; 0: all")
-    telemetry: bool = opt(False, "log what the memories do at each validation (eval.py --task probe)")
     wandb: bool = opt(False, "log to Weights & Biases, too")
     tensorboard: bool = opt(False, "log to TensorBoard files in --out, too")
     log_every: int = opt(10, "steps between log lines", low=1)
@@ -92,14 +90,14 @@ TRAIN_SIZES = {                                               # differences from
     **{name: dict(PAPER, steps=3000, lr=3e-3) for name in ("34m", "54m", "67m")},             # 1.5 billion tokens
     "195m": dict(PAPER, steps=8000, lr=3e-3),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
-    "340m": dict(PAPER, steps=30_000, lr=1.5e-3),
-    "760m": dict(PAPER, steps=60_000, lr=1.25e-3),
-    "1.3b": dict(PAPER, steps=200_000, lr=7e-4),
+    "340m": dict(PAPER | dict(batch_size=4, grad_accum=32), steps=30_000, lr=1.5e-3),      # in batches that fit 80 GB
+    "760m": dict(PAPER | dict(batch_size=2, grad_accum=64), steps=60_000, lr=1.25e-3),
+    "1.3b": dict(PAPER | dict(batch_size=2, grad_accum=64), steps=200_000, lr=7e-4),
 }
 NO_FLAG = "vocab_size", "attention"                           # which the tokenizer and the preset decide
 LAUNCH = {"out", "resume", "device", "compile", "graph", "threads", "wandb", "tensorboard"}   # never from a checkpoint
 RATES = {"lr", "outer_muon_lr"}                               # may be lower on --resume
-FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "telemetry", "report_tokens"}     # may differ
+FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "report_tokens"}        # may differ
 KEPT = {"model", "size", "tokenizer", "bpe_size"}             # --init takes them from the checkpoint
 
 
@@ -127,8 +125,6 @@ def settings(given, old=None):
     flags = lambda cls: {f.name: given[f.name] for f in fields(cls) if f.name in given}
     tc = TrainConfig(**(TRAIN_SIZES[size] | kept | flags(TrainConfig) | {"size": size}))
     config = Config(**(network | flags(Config)))
-    if tc.telemetry and (config.attention or config.shard):
-        raise UserError(f"--telemetry: {tc.model} has no memory, or one in shards; drop the flag")
     needs = {"--forget start": config.forget == "zero", "--persistent 0": config.wiring != "lmm" and config.persistent}
     if tc.documents and any(needs.values()):
         raise UserError(f"--documents needs {' and '.join(name for name, lacks in needs.items() if lacks)}")
@@ -143,22 +139,24 @@ def settings(given, old=None):
     return tc, config
 
 
-def gpu_gib(tc, config, parameters):
-    """Return about how many GiB a training step needs on a GPU: weights, gradients and AdamW's two moments; what is
-    kept for backward; and passing through it, float32 logits twice, and (chunk, chunk) numbers of one layer."""
-    B, T = tc.batch_size, tc.seq_len
-    passing = 0 if config.attention else config.n_head * min(config.chunk, T)
-    return (16 * parameters + kept_bytes(config, B, T, tc.remat) + 8 * B * T * (config.vocab_size + passing)) / 2**30
+# ---- what is trained, and by what
+def make_optimizers(model, tc, bfloat16=False):
+    """Return [AdamW], or with tc.optimizer "muon" [AdamW, Muon], where Muon has the hidden matrices, which decay. The
+    embedding, head, norms, gates, convolutions and M0 do not (choice 20). bfloat16: whether Muon computes in it."""
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    embed, gates, hidden, rest = [], [], [], []
+    for name, p in model.named_parameters():
+        other = hidden if id(p) in linear and not name.startswith("head.") else rest
+        (embed if name.startswith("embed.") else gates if ".gates." in name else other).append(p)
+    groups = [dict(params=embed, times=tc.embed_lr), dict(params=rest), dict(params=gates, times=tc.gates_lr)]
+    adamw = lambda *more: torch.optim.AdamW([*groups, *more], tc.lr, (0.9, tc.beta2), weight_decay=0.0, fused=True)
+    if tc.optimizer == "adamw":
+        return [adamw(dict(params=hidden, weight_decay=tc.weight_decay))]
+    outer = Muon(hidden, lr=tc.outer_muon_lr, weight_decay=tc.weight_decay)
+    outer.bfloat16 = bfloat16
+    return [adamw(), outer]
 
 
-def fit(tc, config, parameters, most=60):
-    """Halve the batch, with twice as many in a step, until a step needs at most 60 GiB. Where 1 needs more, --remat."""
-    while gpu_gib(tc, config, parameters) > most and tc.batch_size > 1 and tc.batch_size % 2 == 0:
-        tc.batch_size, tc.grad_accum = tc.batch_size // 2, 2 * tc.grad_accum
-    tc.remat = tc.remat or gpu_gib(tc, config, parameters) > most
-
-
-# ---- what is trained
 class Task:
     """What a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns inputs
     and targets, with mask and reset of documents that begin at multiples of period, as a function of (seed, number).
@@ -174,8 +172,7 @@ class Task:
     def inputs(self, model, number):
         """Return what `draw` does, on the device."""
         pinned = (lambda a: a.pin_memory()) if self.device.type == "cuda" else (lambda a: a)     # else a copy waits
-        drawn = map(pinned, self.draw(number, model.config.period()))
-        return tuple(a.to(self.device, non_blocking=True) for a in drawn)
+        return tuple(pinned(a).to(self.device, non_blocking=True) for a in self.draw(number, model.config.period()))
 
     def loss(self, model, number):
         inputs = self.inputs(model, number)
@@ -194,7 +191,7 @@ class Task:
 
 class Text(Task):
     """Next-token prediction on a text."""
-    probed = "keep step momentum gate surprise untaught written S share attn_gate attn_gate_spread".split()
+    columns = ["val"]
 
     def __init__(self, tc, device, dtype, old=None):
         super().__init__(tc, device, dtype)
@@ -206,7 +203,6 @@ class Text(Task):
         several = [part.tokens or BORDER in part.text for part in (corpus, *(part for _, part in corpus.mix))]
         if tc.documents and (tokenizer.end is None or not any(several)):
             raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder or token files")
-        self.columns = ["val", *(f"memory/{name}" for name in self.probed if tc.telemetry)]
         self.about = (f"{len(self.splits[0]):,} tokens to train, {len(self.splits[1]):,} to validate, "
                       f"{tokenizer.kind} vocabulary of {self.vocab_size:,}")
 
@@ -224,24 +220,14 @@ class Text(Task):
         return documents(x, y, self.tokenizer.end, period) if tc.documents else (x, y)
 
     def measure(self, model):
-        """Return the validation loss; with --telemetry also means of models.probe over all layers."""
-        tc, ids = self.tc, self.splits[1]
-        found = dict(val=evaluate(model, ids, tc.seq_len, tc.batch_size, tc.eval_windows, dtype=self.dtype))
-        if tc.telemetry:
-            x, _ = next(windows(ids, tc.seq_len, tc.batch_size))
-            with autocast(self.device, self.dtype):
-                layers = probe(model, x.to(self.device))
-            if "attn_gate" in layers[0]:
-                layers = [at | {"attn_gate_spread": at["attn_gate"].std((0, 1))} for at in layers]
-            for name in layers[0]:
-                found[f"memory/{name}"] = sum(at[name].float().mean().item() for at in layers) / len(layers)
-        return found
+        tc = self.tc
+        return dict(val=evaluate(model, self.splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=self.dtype))
 
     def finish(self, model, run):
         """Say what the best weights make of the validation split, and let them write a sample."""
         tc, ckpt = self.tc, load_checkpoint(self.tc.out)
         model.eval().load_state_dict(ckpt["model"])
-        set_floor(model, (ckpt["step"] - 1) / tc.steps)
+        model.set_floor((ckpt["step"] - 1) / tc.steps)
         say(f"\nbest step {ckpt['step']} on the validation split, in windows of {tc.seq_len}:")
         loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype, tc.report_tokens)
         torch.manual_seed(tc.seed)
@@ -255,20 +241,6 @@ class Text(Task):
                 f"{loss / math.log(2):.4f} bits/token, {timedelta(seconds=int(run['seconds']))}")
         else:                                                 # or nan
             say(f"warning: the validation loss rose from {before:.4f} to {after:.4f}; lower --lr and --outer-muon-lr")
-
-
-def repeated(x, y, share, on, seed, number):
-    """Return x, y (B, T), where a share of the rows reads a passage of 16 to T / 2 tokens, anywhere in them, twice.
-    With `on` such a row reads its beginning, of at most 128 tokens, again and again, to its end. T >= 32."""
-    random, (B, T) = torch.Generator().manual_seed(1_000_003 * seed + number), x.shape
-    chosen, length, first = torch.rand(3, B, 1, generator=random)
-    length = (16 + length * (min(T // 2, 128 if on else T) - 15)).long()
-    again = length if on else (first * (T + 2 - 2 * length)).long() + length     # where the passage begins again
-    at = torch.arange(T + 1)
-    back = (at - again) // length + 1                         # lengths to go back
-    back = (back.clamp_min(0) if on else (back == 1).long()) * (chosen < share)
-    tokens = torch.cat([x, y[:, -1:]], 1).gather(1, at - back * length)
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 @torch.no_grad()
@@ -303,21 +275,6 @@ def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32, max_
         say(f"  {name:27s}  {len(part):,}{of} tokens  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  "
             f"{bits / tokenizer.bytes_a_token(part):.4f} bits/byte")
     return losses[0]
-
-
-def continue_text(model, tokenizer, ids, n, end, **how):
-    """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate. The list
-    `end` becomes the state and, in a list, the id that it has not read: the last."""
-    feed, last = tokenizer.stream(), []
-    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
-
-    def drawn():
-        state = yield from model.generate(tokens, n, **how)
-        end[:] = state, last
-    for token in drawn():
-        last = token.tolist()
-        yield feed(last)
-    yield feed(final=True)
 
 
 # ---- the loop
@@ -359,17 +316,17 @@ def train_step(model, optimizers, task, step):
 
 @torch.no_grad()
 def validate(model, task):
-    """Return what the task measures of the model in eval mode, and the same in words, without telemetry and nan."""
+    """Return what the task measures of the model in eval mode, and the same in words, without nan."""
     found = task.measure(model.eval())
     model.train()
-    return found, "".join(f"  {name} {a:.4f}" for name, a in found.items() if "/" not in name and a == a)
+    return found, "".join(f"  {name} {a:.4f}" for name, a in found.items() if a == a)
 
 
 def train(model, optimizers, run, task):
     """Train from run["step"] on -> the number of the signal that stopped it, or None. Write no files if not tc.out."""
     tc, logs, out = task.tc, [], Path(task.tc.out) if task.tc.out and not RANK else None
     if run["step"] == 0:
-        set_floor(model, 0.0)
+        model.set_floor(0.0)
         run["start"], words = validate(model, task)
         say(f"step {0:5d}/{tc.steps}{words}")
     tick, seen, before = time.perf_counter(), task.seen, None
@@ -378,7 +335,7 @@ def train(model, optimizers, run, task):
         for step in range(run["step"] + 1, tc.steps + 1):
             last, due = step == tc.steps, step % tc.eval_every == 0
             torch.manual_seed(tc.seed + RANK + step * PROCESSES)     # of dropout: a function of (seed, step, process)
-            set_floor(model, (step - 1) / tc.steps)
+            model.set_floor((step - 1) / tc.steps)
             loss, norm = train_step(model, optimizers, task, step - 1)
             if before:
                 check_finite(step - 1, *before)
@@ -424,8 +381,7 @@ COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"]        
 
 def open_logs(out, run, columns):
     """Prepare OUT for the steps after run["step"] -> functions that log a row. An earlier run moves to OUT/old-N."""
-    names = "ckpt.pt", "best.pt", "log.csv", "config.json", "events.out.tfevents.*"         # these by TensorBoard
-    left = [path for name in names for path in out.glob(name)]
+    left = [p for name in ("ckpt.pt", "best.pt", "log.csv", "config.json", "events.out.*") for p in out.glob(name)]
     if left and run["step"] == 0:
         old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
         old.mkdir()
@@ -434,7 +390,6 @@ def open_logs(out, run, columns):
         say(f"an earlier run lay in {out}; it is now in {old}")
     log, tc = out / "log.csv", run["train"]
     rows = list(csv.DictReader(log.open())) if log.exists() else []
-    columns = list(dict.fromkeys([*columns, *(rows[0] if rows else ())]))        # also of telemetry that is off now
     with replacing(log) as temporary, temporary.open("w") as file:
         table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         table.writeheader()                                   # what a killed run logged but did not save is left out:
@@ -449,24 +404,12 @@ def open_logs(out, run, columns):
     if tc["tensorboard"]:
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(out, purge_step=run["step"] + 1)
-        logs += [lambda row: [writer.add_scalar(name, a, row["step"]) for name, a in row.items()],
-                 lambda row: writer.flush()]
+        logs.append(lambda row: [*(writer.add_scalar(name, a, row["step"]) for name, a in row.items()), writer.flush()])
     return logs
 
 
-def save_file(path, tree):
-    """Save with torch.save. Raises Halt where the file cannot be written, and the one from before stays."""
-    try:
-        with replacing(path) as temporary:
-            torch.save(tree, temporary)
-    except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
-        before = "the file saved before is intact" if path.exists() else "none was saved before"
-        raise Halt(f"cannot write {path} ({fault}); disk full? {before}") from None
-
-
 def save_checkpoint(path, run, model, optimizers):
-    optimizers = [optimizer.state_dict() for optimizer in optimizers]
-    save_file(path, dict(run, format=FORMAT, model=model.state_dict(), optimizers=optimizers))
+    save_file(path, dict(run, format=FORMAT, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers]))
 
 
 def load_checkpoint(path, text=True):
@@ -479,8 +422,7 @@ def load_checkpoint(path, text=True):
             raise ValueError("a run of episodic.py" if ckpt["format"] == FORMAT else "of another format")
         if lacks := {"step", "seconds", "model", "data", "preset"} - ckpt.keys():
             raise ValueError(f"without {', '.join(sorted(lacks))}")
-        for cls, values in ((Config, ckpt["config"]), (TrainConfig, ckpt["train"]))[: 1 + text]:
-            cls(**values)                                     # TypeError for a field that it lacks
+        Config(**ckpt["config"]), text and TrainConfig(**ckpt["train"])          # TypeError for a field that they lack
     except Exception as fault:                                # its type depends on what the file is
         why = str(fault).partition("\n")[0] if isinstance(fault, (TypeError, ValueError)) else type(fault).__name__
         raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this train.py") from None
@@ -496,7 +438,7 @@ def rebuild(ckpt, config=None):
         raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes") from None
     if not all(p.isfinite().all() for p in model.parameters()):
         raise UserError(f"weights of {ckpt['path']} are not finite: its training diverged; give an earlier checkpoint")
-    set_floor(model, (ckpt["step"] - 1) / ckpt["train"]["steps"])
+    model.set_floor((ckpt["step"] - 1) / ckpt["train"]["steps"])
     return model, Tokenizer(**ckpt["tokenizer"]) if "tokenizer" in ckpt else None
 
 
@@ -508,20 +450,40 @@ def parse(argv=None):
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    how = dict(nargs="+", metavar="OUT", default=SUPPRESS, help="draw curves.png, with --telemetry share.png, of runs")
+    how = dict(nargs="+", metavar="OUT", default=SUPPRESS, help="draw OUT/curves.png, the losses of runs")
     parser.add_argument_group("no run").add_argument("--plot", **how)
     return vars(parser.parse_args(argv))
 
 
-def compile_model(model, task):
-    """Compile the memory and try it on one batch. Where that fails, say so and go on without."""
-    try:
-        model.compile_memory()
-        task.loss(model, 0).backward()
-    except Exception as fault:                                # one that is not the compiler's comes again without it
-        torch.compiler.set_stance("force_eager")
-        say(f"warning: torch.compile failed, going on without it: {fault!r:.400}")
-    model.zero_grad()
+def rehearse(model, task):
+    """Try a forward and backward pass. Where torch.compile fails, go on without. Where memory runs out in a new run of
+    one process, halve the batch, with twice as many in a step, and at batch 1 switch --remat on. Say so in a line."""
+    tc, may_change = task.tc, PROCESSES == 1 and not task.tc.resume
+    while True:
+        try:
+            if tc.compile:
+                model.compile_memory()
+            moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2 * may_change)]
+            for p in model.parameters():                      # later steps have AdamW's moments and a gradient, too
+                p.grad = torch.zeros_like(p)
+            task.loss(model, 0).backward()
+            return model.zero_grad()
+        except torch.OutOfMemoryError:
+            if not may_change or tc.batch_size % 2 and tc.remat:
+                raise
+            if tc.batch_size % 2:
+                tc.remat = model.remat = True
+            else:
+                tc.batch_size, tc.grad_accum = tc.batch_size // 2, 2 * tc.grad_accum
+            say(f"out of memory; now --batch-size {tc.batch_size} --grad-accum {tc.grad_accum}{' --remat' * tc.remat}")
+        except Exception as fault:                            # one that is not the compiler's comes again without it
+            if not tc.compile:
+                raise
+            tc.compile = False
+            torch.compiler.set_stance("force_eager")
+            say(f"warning: torch.compile failed, going on without it: {fault!r:.400}")
+        moments = model.zero_grad()                           # only now, as the fault held on to what the pass made
+        torch.cuda.empty_cache()
 
 
 def record(model, task):
@@ -555,10 +517,9 @@ def launch(given, settings=settings, make_task=Text, text=True):
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    dtype = pick_dtype(tc.dtype, device)
     Memory.autocast_on = ("cuda",) if tc.memory_dtype == "auto" else ()
     tc.compile = given.get("compile", device.type == "cuda")
-    task = make_task(tc, device, dtype, old)
+    task = make_task(tc, device, pick_dtype(tc.dtype, device), old)
     if resume and task.data["sha256"] != old["data"]["sha256"]:
         raise UserError(f"{tc.out} was trained on {old['data']['used']}, another text than --data {tc.data}; give that")
     torch.manual_seed(tc.seed)
@@ -566,26 +527,20 @@ def launch(given, settings=settings, make_task=Text, text=True):
     model = rebuild(old, config)[0] if old else LM(config)
     if not resume:
         torch.no_grad()(task.begin)(model)
-    if device.type == "cuda" and text:
-        if not (resume or given.keys() & {"batch_size", "grad_accum", "remat"}):
-            fit(tc, config, model.num_params())
-        say(f"a step needs about {gpu_gib(tc, config, model.num_params()):.1f} GiB, in batches of {tc.batch_size}"
-            f"{' with --remat' * tc.remat}; a guess from counted sizes, not measured")
     model.to(device).train().remat = tc.remat
     run = dict(step=0, best=math.inf, seconds=0.0, start=None, wandb=None)
     run = {key: old.get(key) if resume else value for key, value in run.items()}
-    run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
     where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
         f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
-        f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(dtype)[6:]}"
+        f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(task.dtype)[6:]}"
         + ", compiling .." * tc.compile)
     optimizers = task.optimizers(model)
     for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
     with nullcontext() if RANK else locked(Path(tc.out)):
-        if tc.compile:
-            compile_model(model, task)
+        rehearse(model, task)
+        run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
         task.recorded = record(model, task) if tc.graph else None
         stopped = train(model, optimizers, run, task)
         if PROCESSES > 1:

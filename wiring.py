@@ -15,70 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import omega
+from layer import Norm, check_input, fits, heads, numbered
+from poly import grown
 
 WIRINGS = ("lmm", "mag", "mal", "mac")                        # lmm: the memory alone
-
-
-# ---- parts that the memory layer uses, too
-class Norm(nn.Module):
-    """RMSNorm over the last dimension, with a learned scale of any shape. eps is added to the mean square."""
-
-    def __init__(self, *shape, eps=2**-23):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(*shape)), eps
-
-    def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
-
-
-def heads(x, H):
-    """Split the last dimension into heads: (B, T, H D) -> (B, H, T, D)."""
-    return x.unflatten(-1, (H, -1)).transpose(1, 2)
-
-
-def check_input(layer, x, state, *marks):
-    """Raise ValueError if a layer's x is not (B >= 1, T >= 1, n_embd), if its mask or reset is not (B, T) bool, or if a
-    state does not fit the layer and x."""
-    if x.dim() != 3 or not x.numel() or x.shape[2] != layer.config.n_embd:
-        raise ValueError(f"a layer reads (B, T >= 1, {layer.config.n_embd}), not {tuple(x.shape)}; one text is x[None]")
-    for a in marks:
-        if a is not None and (a.shape != x.shape[:2] or a.dtype != torch.bool):
-            raise ValueError(f"mask and reset are bool {tuple(x.shape[:2])}, not {a.dtype} {tuple(a.shape)}")
-    if state:
-        check_state(layer, state, len(x))
-
-
-# what a state depends on: the batch, and settings
-MATTER = ("batch", "n_layer", "n_head", "head_dim", "attention", "attn_window", "wiring", "memory", "expansion",
-          "features", "degree", "sketch_dim", "lookback", "window", "chunk", "momentum", "muon", "muon_every", "forget",
-          "shard")
-
-
-def check_state(layer, state, batch=None):
-    """Raise ValueError if the state does not fit the layer, or a batch of another size; say what differs."""
-    if not hasattr(state, "config"):
-        raise ValueError(f"a layer takes a state of its own, not a {type(state).__name__}")
-    if batch and None in getattr(getattr(getattr(state, "memory", state), "fast", None), "M0", ()):
-        raise ValueError("the state is packed; give models.unpack(model, state)")
-    n = len(getattr(state, "memory", state)[1])               # the batch: conv of a MemoryState, v of an AttentionState
-    here, there = vars(layer.config) | dict(batch=batch or n), vars(state.config) | dict(batch=n)
-    differ = [f"its {name} is {there[name]}, not {here[name]}" for name in MATTER if there[name] != here[name]]
-    if differ:
-        raise ValueError("the state fits another layer or input: " + ", ".join(differ))
-
-
-def numbered(x, mask, reset, seen, n):
-    """Number the documents of x (B, T, ..), for a mask and a reset (B, T) or None. A token may look at a key if both
-    have the same number. seen (B, n): which of the n keys before x belong to the text that x continues; None: all.
-
-    -> numbers of the tokens (B, T); of the keys (B, n + T), -1 where the mask is False. Without marks: (None, None)."""
-    if mask is None and reset is None and seen is None:
-        return None, None
-    ones = torch.ones(x.shape[0], n + x.shape[1], dtype=torch.bool, device=x.device)
-    doc = (~ones[:, n:] if reset is None else reset).cumsum(1)
-    here = torch.cat([ones[:, :n] if seen is None else seen, ones[:, n:] if mask is None else mask], 1)
-    return doc, F.pad(doc, (n, 0)).masked_fill(~here, -1)
 
 
 # ---- attention
@@ -87,8 +27,12 @@ class AttentionState(NamedTuple):
     k: torch.Tensor                       # (B, H, n, D), n < attn_window if there is one; in MAC (B, H, 2, n, D): h, x
     v: torch.Tensor                       # likewise
     pos: int                              # tokens so far; in MAC: of the segment
-    config: object                        # models.Config of the layer that it fits
+    fits: dict                            # as in layer.MemoryState
     seen: torch.Tensor | None = None      # (B, n) bool: which k later tokens may look at; None: all
+
+    @property
+    def batch(self):
+        return len(self.k)
 
 
 def rope(pos, *xs):
@@ -138,7 +82,7 @@ class Attention(nn.Module):
         y = attend(q, k, v, w, *prefix, doc, keys)
         kept = [a[:, :, max(0, k.shape[2] - w + 1):].clone() if w else a for a in (k, v)]   # a view holds all
         seen = None if doc is None else (keys == doc[:, -1:])[:, k.shape[2] - kept[0].shape[2]:]
-        return self.out(y.transpose(1, 2).flatten(2)), AttentionState(*kept, pos + x.shape[1], self.config, seen)
+        return self.out(y.transpose(1, 2).flatten(2)), AttentionState(*kept, pos + x.shape[1], fits(self.config), seen)
 
 
 def attend(q, k, v, window, pk=None, pv=None, doc=None, keys=None):
@@ -165,22 +109,18 @@ def attend(q, k, v, window, pk=None, pv=None, doc=None, keys=None):
 # ---- memory and attention together
 class WiringState(NamedTuple):
     """What a Wiring carries from call to call; None for what has not begun."""
-    memory: tuple | None                  # models.MemoryState
+    memory: tuple | None                  # layer.MemoryState
     attention: AttentionState | None      # in MAC: the segment in progress
     frozen: tuple                         # in MAC: fast weights and keys at the start of the segment
-    config: object                        # models.Config of the layer that it fits
+    fits: dict                            # as in layer.MemoryState
 
-
-def set_floor(model, done):
-    """Set the least weight of the memory's own output (--memory-floor) for a run of which this share is done."""
-    for m in model.modules():
-        if isinstance(m, Wiring):
-            floors = [float(f) for f in m.config.memory_floor.split(",")]
-            m.floor = floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
+    @property
+    def batch(self):
+        return self.memory.batch
 
 
 class Wiring(nn.Module):
-    """Attention wired with `memory`, a models.Memory, by config.wiring (formulas: the module docstring)."""
+    """Attention wired with `memory`, a layer.Memory, by config.wiring (formulas: the module docstring)."""
 
     def __init__(self, config, memory):
         super().__init__()
@@ -190,8 +130,13 @@ class Wiring(nn.Module):
         self.persistent = nn.Parameter(torch.zeros(config.persistent, config.n_embd)) if config.persistent else None
         self.y_norm = Norm(config.n_embd) if config.wiring != "mal" else None
         self.m_norm = Norm(config.n_embd)
-        set_floor(self, 1.0)
+        self.set_floor(1.0)
         self.init()
+
+    def set_floor(self, done):
+        """Set the least weight of the memory's own output (--memory-floor) for a run of which this share is done."""
+        floors = [float(f) for f in self.config.memory_floor.split(",")]
+        self.floor = floors[-1] if done >= 1 / 3 else floors[:2][-1] if done >= 0.1 else floors[0]
 
     def init(self):
         """Set the starting values that its parts have not set."""
@@ -209,7 +154,7 @@ class Wiring(nn.Module):
         if reset is not None and self.persistent is not None:
             raise ValueError("reset needs persistent=0: learned tokens stand before the first text of a row alone")
         self.undecided = []
-        return getattr(self, self.config.wiring)(x, state or WiringState(None, None, (), self.config), mask, reset)
+        return getattr(self, self.config.wiring)(x, state or WiringState(None, None, (), fits(self.config)), mask, reset)
 
     def remember(self, x, state, mask, reset):
         """Read x with the memory, after p at the start of a sequence -> M(p | x), state, the number of p in it."""
@@ -260,9 +205,9 @@ class Wiring(nn.Module):
         inner = state.memory or self.memory.start(x)
         if reset is not None and reset[:, 0 if pos else 1:].any():
             raise ValueError("a reset stands inside of a segment of MAC; put it where one begins")
-        frozen = state.frozen or (omega.total(inner.fast), inner.fast.keys)
+        frozen = state.frozen or (self.memory.weights(inner)[0], inner.fast.keys)
         if reset is not None and not pos:
-            M0 = omega.grown(self.memory.M0, [w.shape[-2] for w in frozen[0]])
+            M0 = grown(self.memory.M0, [w.shape[-2] for w in frozen[0]])
             frozen = tuple(torch.where(reset[:, :1, None, None], *pair) for pair in zip(M0, frozen[0])), frozen[1]
         projected = [tuple(a.project(h)) for h in (self.memory.retrieve(x, *frozen), x)]         # Titans Eq 21
         q, *ks = rope(pos, a.q_norm(projected[-1][0]), *(a.k_norm(k) for _, k, _ in projected))  # q: of x alone
@@ -283,5 +228,8 @@ class Wiring(nn.Module):
         y = a.out(y.transpose(1, 2).flatten(2))
         m, inner = self.memory(y, inner, mask, reset)                                            # Titans Eq 24
         seen = None if doc is None else keys == doc[:, -1:]
-        attention = AttentionState(ks, vs, pos + T, self.config, seen)
-        return self.gated(y, m), WiringState(inner, attention, frozen, self.config)              # Titans Eq 25
+        attention = AttentionState(ks, vs, pos + T, fits(self.config), seen)
+        return self.gated(y, m), WiringState(inner, attention, frozen, fits(self.config))              # Titans Eq 25
+
+
+torch.serialization.add_safe_globals([AttentionState, WiringState])

@@ -38,8 +38,8 @@ for size, name, graph in [(s, n, g) for s in sizes for n in names for g in (Fals
     except Exception as fault:          # out of memory, or nothing could be recorded
         print(size, name, f"{fault!r:.300}")
     rows.append(dict(size=size, name=name, graph=bool(task.recorded), ms=sorted(times[4:] or [0])[len(times[4:]) // 2],
-        counted_ms=COUNTED.get(size, 4 * [0])[names.index(name)], gib=gpu and torch.cuda.max_memory_allocated() / 2**30,
-        formula_gib=train.gpu_gib(tc, config, model.num_params()), gradient_off=off))
+        counted_ms=COUNTED.get(size, 4 * [0])[names.index(name)], gradient_off=off,
+        gib=gpu and torch.cuda.max_memory_allocated() / 2**30))
     print("  ".join(f"{key} {value if isinstance(value, str) else round(value, 4)}" for key, value in rows[-1].items()))
     open(file, "w").write(json.dumps(dict(torch=torch.__version__, rows=rows), indent=1))
 END

@@ -1,0 +1,311 @@
+"""layer.py - the memory layer, which learns at test time (ATLAS Figure 3, right), and the states of layers.
+
+    x --+-- qkv -- short_conv, SiLU --+-- q, k -- unit length -- phi --+
+        |                             +-- v ---------------------------+-- rule: write (k, v), read q -- norm --+
+        +-- gates -- keep, step, momentum, gate -----------------------+                                   * -- out
+        +-- out_gate -- SiLU -----------------------------------------------------------------------------------+
+
+    layer = Memory(settings(n_embd=64, n_head=4))
+    y, state = layer(x)                   # x (B, T, n_embd), a new sequence; y, state = layer(x, state) goes on
+
+It needs memory.py, poly.py, muon.py, omega.py and chunks.py beside it, and torch.
+"""
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+import chunks
+import memory
+import omega
+import poly
+from memory import at_least_float32, unit, without_autocast
+
+
+def settings(**given):
+    """Return the settings of a Memory: ATLAS with a matrix, changed by `given`. models.Config explains each."""
+    usual = dict(n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=1, memory_norm=False, loss="l2", window=8,
+                 chunk=32, error="chunk", momentum=True, muon=True, muon_every=8, ns_steps=3, ns_coefficients="cubic",
+                 features="monomial", degree=2, sketch_dim=64, keep=True, forget="start", conv=True, lookback=0,
+                 window_gate="token", max_step=2.0, step_by="chunk", step_start=0.0, max_norm=50.0)
+    return SimpleNamespace(**usual | given)
+
+
+def rule(c):
+    """Return the omega.Rule of settings. Its muon_every is at most chunk, and 0 without Newton-Schulz."""
+    return omega.Rule(c.memory, c.loss, c.window, c.chunk, min(c.muon_every, c.chunk) if c.muon else 0, c.ns_steps,
+                      c.ns_coefficients, c.forget, c.memory_norm, c.max_norm, c.error)
+
+
+# ---- parts that attention uses, too
+class Norm(nn.Module):
+    """RMSNorm over the last dimension, with a learned scale of any shape. eps is added to the mean square."""
+
+    def __init__(self, *shape, eps=2**-23):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(*shape)), eps
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+
+
+def heads(x, H):
+    """Split the last dimension into heads: (B, T, H D) -> (B, H, T, D)."""
+    return x.unflatten(-1, (H, -1)).transpose(1, 2)
+
+
+def numbered(x, mask, reset, seen, n):
+    """Number the documents of x (B, T, ..), for a mask and a reset (B, T) or None. A token may look at a key if both
+    have the same number. seen (B, n): which of the n keys before x belong to the text that x continues; None: all.
+
+    -> numbers of the tokens (B, T); of the keys (B, n + T), -1 where the mask is False. Without marks: (None, None)."""
+    if mask is None and reset is None and seen is None:
+        return None, None
+    ones = torch.ones(x.shape[0], n + x.shape[1], dtype=torch.bool, device=x.device)
+    doc = (~ones[:, n:] if reset is None else reset).cumsum(1)
+    here = torch.cat([ones[:, :n] if seen is None else seen, ones[:, n:] if mask is None else mask], 1)
+    return doc, F.pad(doc, (n, 0)).masked_fill(~here, -1)
+
+
+# ---- the memory layer
+class MemoryState(NamedTuple):
+    """What a Memory carries from call to call."""
+    fast: tuple                           # omega.State without M0, which is the layer's (or shards.Shards)
+    conv: torch.Tensor                    # (B, 3, 3 H D), the last inputs of the convolution
+    fits: dict                            # what it depends on: `fits` of the layer
+    seen: torch.Tensor | None = None      # (B, window - 1) bool: the last pairs that windows look at; None: all
+
+    @property
+    def batch(self):
+        return len(self.conv)
+
+
+def short_conv(x, taps, same=None):
+    """Return silu(sum_j taps[j] * x_{t-n+j}) by channel: x (B, n + T, C), taps (n + 1, C) -> (B, T, C). same (B, T,
+    n + 1): whether x_{t-n+j} belongs to the document of x_t."""
+    rows = [x[:, j: j + x.shape[1] - len(taps) + 1] for j in range(len(taps))]
+    rows = rows if same is None else [row * here for row, here in zip(rows, same.split(1, -1))]
+    return F.silu(sum(tap * row for tap, row in zip(taps.to(x.dtype), rows)))
+
+
+def masked(gates, doc, pairs, reset):
+    """Return gates that write, forget and carry nothing at masked tokens, and whose windows hold pairs of the token's
+    document alone. doc (B, T) and pairs (B, window - 1 + T): from `numbered`; reset (B, T) or None."""
+    keep, step, momentum, gate, _ = gates
+    here = pairs[:, None, -keep.shape[2]:] >= 0               # (B, 1, T), for all heads
+    looks = (pairs.unfold(1, gate.shape[-1], 1) == doc[..., None])[:, None] & here[..., None]
+    momentum = momentum if momentum is None else momentum.where(here, 1)
+    reset = reset if reset is None else reset[:, None].expand_as(keep)
+    return omega.Gates(keep.where(here, 1), step.where(here, 0), momentum, gate * looks, reset)
+
+
+class Memory(nn.Module):
+    """The layer. config: `settings`, or a models.Config; layer: its number, from 0."""
+    conv_width = 4
+    autocast_on = ("cuda",)               # devices on which autocast reaches the products of the memory, too
+
+    def __init__(self, config, layer=0):
+        super().__init__()
+        self.config = config
+        c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
+        self.back = c.lookback == layer + 1                   # then k_t is q_{t-1}, and hardly forgotten (choice 23)
+        made = (2 if self.back else 3) * inner
+        self.qkv = nn.Linear(d, made, bias=False)
+        self.conv = nn.Parameter(torch.zeros(self.conv_width, made)) if c.conv else None
+        self.n_gates = [1, 1, int(c.momentum), c.window if c.window_gate == "token" else 0]      # as in make_gates
+        self.gates = nn.Linear(d, H * sum(self.n_gates))
+        self.phi = poly.Features(c.features, c.head_dim, c.degree, c.sketch_dim, seed=layer)
+        self.M0 = self.make_M0()
+        self.norm = Norm(H, 1, c.head_dim, eps=0.1 if self.back else 2**-23)           # 0.1: weak reads stay weak
+        self.out_gate = nn.Linear(d, inner, bias=False)
+        self.out = nn.Linear(inner, d, bias=False)
+        self.init()
+
+    def make_M0(self):
+        """Return zeros for the matrices of M0, (n_head, in, out) each."""
+        c = self.config
+        shapes = memory.shapes(c.memory, self.phi.out_dim, c.expansion * c.head_dim, c.head_dim)
+        return nn.ParameterList(nn.Parameter(torch.zeros(c.n_head, *shape)) for shape in shapes)
+
+    def init(self):
+        """Set the starting values that nn.Linear has not set. Call it after model.apply(your_init)."""
+        H, c = self.config.n_head, self.config
+        if self.conv is not None:                             # each channel begins with a random mixture of four tokens
+            nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
+        self.init_M0(self.M0)
+        if self.back:
+            with torch.no_grad():                             # what is recalled is the token itself
+                self.conv[:, H * c.head_dim:] *= 0.2
+                self.conv[-1, H * c.head_dim:] = 1
+                for scale in (self.phi.scale[:-1] if hasattr(self.phi, "scale") else ()):
+                    scale.zero_()                             # the highest degree alone tells keys apart
+        nn.init.normal_(self.gates.weight, std=0.02)
+        keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)       # 0.73 .. 0.998, by head  (choice 16)
+        step, others = torch.full((H, 1), c.step_start), torch.zeros(H, sum(self.n_gates[2:]))   # 1/4 of its bound, 1/2
+        with torch.no_grad():
+            self.gates.bias.copy_(torch.cat([keep[:, None], step, others], 1).flatten())
+
+    def init_M0(self, M0):
+        """Set M0: x W is as long as 2 phi(k), and an MLP adds little to its residual (choice 10)."""
+        c = self.config
+        for W in M0:
+            last = 1.0 if c.memory_norm else 0.25
+            std = 0.0 if c.memory == "linear" else last if W is M0[-1] else 2.0
+            nn.init.normal_(W, std=std * M0[-1].shape[1] ** -0.5)
+
+    def make_gates(self, x, k):
+        """Return the omega.Gates of x: keep, step, momentum (B, H, T) and gate (B, H, T, window), token by token."""
+        c = self.config
+        weight, bias = map(at_least_float32, self.gates.parameters())
+        made = heads(F.linear(x.to(weight.dtype), weight, bias), c.n_head)
+        keep, step, momentum, gate = made.split(self.n_gates, -1)
+        opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
+        step = c.max_step / (self.phi.square(k) if c.step_by == "phi" else c.chunk) * opened     # eta
+        forgets = opened * (-keep).squeeze(-1).sigmoid() / (1024 if self.back else 1)        # to recall is to keep
+        keep = 1 - forgets if c.keep else torch.ones_like(opened)                                # alpha
+        momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None                        # theta
+        gate = gate.sigmoid() if c.window_gate == "token" else gate.new_ones(*keep.shape, c.window)              # gamma
+        return omega.Gates(keep, step, momentum, gate / c.window)                                # choice 6
+
+    def start(self, x):
+        """Return the state before the first token, for a batch of len(x) sequences."""
+        conv = x.new_zeros(len(x), self.conv_width - 1 + self.back, 3 * self.config.n_head * self.config.head_dim)
+        return MemoryState(self.start_fast(len(x)), conv, fits(self.config))
+
+    def start_fast(self, B):
+        c = self.config
+        return omega.start(rule(c), self.phi, list(self.M0), B, momentum=c.momentum)._replace(M0=())
+
+    def with_M0(self, fast):
+        """Return the omega.State of a state: with M0, which a state leaves to the layer."""
+        return fast._replace(M0=tuple(self.M0) if self.config.forget == "start" else ())
+
+    def learn(self, q, k, v, gates, fast):
+        """Run the rule -> y (B, H, T, D), and the fast weights after it."""
+        y, fast = chunks.run(rule(self.config), self.phi, q, k, v, gates, self.with_M0(fast))
+        return y, fast._replace(M0=())
+
+    def weights(self, state):
+        """Return the memory now, as a query reads it: matrices (B, H, in, out); and its momentum."""
+        return chunks.weights(rule(self.config), self.phi, self.with_M0(state.fast))
+
+    def period(self):
+        """Return the number of tokens from one place where a text may begin to the next."""
+        return self.config.chunk
+
+    def forward(self, x, state=None, mask=None, reset=None):
+        """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. mask (B, T) bool, False at tokens
+        that write nothing, forget nothing, and that no token looks at; reset (B, T) bool, True where a text begins.
+        Raises ValueError as `check_input`, and for a reset where no chunk (with shards: no shard) begins."""
+        c = self.config
+        check_input(self, x, state, mask, reset)
+        state = state or self.start(x)
+        if reset is not None:
+            mid_chunk = (torch.arange(x.shape[1], device=x.device) + state.fast.pos) % self.period() > 0
+            if c.forget == "zero" or (reset & mid_chunk).any():
+                raise ValueError("reset needs forget='start', and stands where a chunk (with shards: a shard) begins")
+        doc, pairs = numbered(x, mask, reset, state.seen, c.window - 1)
+        q, k, v, gates, tail = self.project(x, state, doc, pairs)
+        if doc is not None:                                   # shards add up k k^T, so masked k must be 0
+            k, gates = k * (pairs[:, None, -x.shape[1]:, None] >= 0), masked(gates, doc, pairs, reset)
+        with nullcontext() if x.device.type in self.autocast_on else without_autocast(x):
+            y, fast = self.learn(q, k, v, gates, state.fast)
+        seen = None if doc is None else (pairs == doc[:, -1:])[:, x.shape[1]:]
+        return self.finish(x, y), MemoryState(fast, tail, fits(c), seen)
+
+    def project(self, x, state, doc=None, pairs=None):
+        """Return q, k, v (B, H, T, D), the gates, and what the convolution carries on. doc, pairs: from `numbered`."""
+        qkv, n, same, taps = self.qkv(x), self.conv_width - 1 + self.back, None, self.conv
+        if self.back:                                         # taps for x_{t-4} .. x_t; those of k are q's, a token ago
+            (q, v), (own, taps_v) = qkv.chunk(2, -1), taps.chunk(2, -1)
+            qkv, now = torch.cat([q, q, v], -1), lambda a: F.pad(a, (0, 0, 1, 0))
+            taps = torch.cat([now(own), F.pad(own, (0, 0, 0, 1)), now(taps_v)], -1)
+        before = state.conv.to(qkv.dtype)
+        if doc is not None:
+            here, docs = pairs[:, -x.shape[1]:, None] >= 0, F.pad(doc, (n, 0))
+            qkv, same = qkv * here, docs.unfold(1, n + 1, 1) == doc[..., None]
+        inputs = torch.cat([before, qkv], 1)
+        tail = inputs[:, -n:].clone() if doc is None else inputs[:, -n:] * (docs[:, -n:] == doc[:, -1:])[..., None]
+        qkv = F.silu(qkv) if self.conv is None else short_conv(inputs, taps, same)
+        q, k, v = (heads(a, self.config.n_head) for a in qkv.chunk(3, -1))
+        with without_autocast(x):
+            q, k = unit(q), unit(k)                                                              # choice 8
+            return q, k, at_least_float32(v), self.make_gates(x, k), tail
+
+    def finish(self, x, y):
+        """Apply the norm of each head, the output gate and the projection: y (B, H, T, D) -> (B, T, n_embd)."""
+        y = self.norm(y).transpose(1, 2).flatten(2).to(x.dtype)
+        return self.out(y * F.silu(self.out_gate(x)))
+
+    def retrieve(self, x, W, keys=None):
+        """Return M*(q), Titans Eq 21: what fast weights W recall for x (B, T, n_embd) without writing."""
+        q = F.silu(self.qkv(x).chunk(2 if self.back else 3, -1)[0])              # no convolution: choice 18
+        with without_autocast(x):
+            y = self.recall(unit(heads(q, self.config.n_head)), W, keys)
+        return self.finish(x, y)
+
+    def recall(self, q, W, keys=None):
+        """Return M(phi(q); W) for q (B, H, T, D); keys: those that `exp` features keep."""
+        c, rows = self.config, self.phi(q) if keys is None else poly.kernel_rows(q, keys)
+        return memory.apply(c.memory, W, rows, q, c.memory_norm)
+
+
+# ---- states. That of an LM is a tuple of one for each layer; these functions take both
+torch.serialization.add_safe_globals([omega.State, omega.Gates, MemoryState])
+
+
+def map_state(f, state):
+    """Return the state with f(a) in place of each tensor a."""
+    return tree_map(lambda a: f(a) if isinstance(a, torch.Tensor) else a, state)
+
+
+def detach(state):
+    """Return the state cut off from the autograd graph: for streams, training on segments, and torch.save."""
+    return map_state(torch.Tensor.detach, state)
+
+
+def select(state, rows):
+    """Return the state of these sequences of the batch (a list or tensor of indices): reordered, repeated, dropped."""
+    rows = torch.as_tensor(rows)
+    if rows.dim() != 1 or rows.numel() and rows.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"rows is a list of indices, not {rows.tolist()}")
+    rows = rows.long()                                        # an empty list comes as float32
+    return map_state(lambda a: a[rows], state)
+
+
+def state_bytes(state):
+    """Return the bytes of all tensors in a state."""
+    return sum(a.numel() * a.element_size() for a in tree_leaves(state) if isinstance(a, torch.Tensor))
+
+
+def fits(config):
+    """Return the settings on which the state of a layer depends, those that it has."""
+    names = ("attention attn_window chunk degree expansion features forget head_dim lookback memory momentum muon "
+             "muon_every n_head shard sketch_dim window wiring").split()
+    return {name: value for name, value in vars(config).items() if name in names}
+
+
+def check_state(layer, state, batch=None):
+    """Raise ValueError if the state does not fit the layer, or a batch of another size; say what differs."""
+    if not hasattr(state, "fits"):
+        raise ValueError(f"a layer takes a state of its own, not a {type(state).__name__}")
+    here, there = fits(layer.config) | dict(batch=batch), state.fits | dict(batch=batch and state.batch)
+    differ = [f"its {name} is {there.get(name)}, not {value}" for name, value in here.items() if there.get(name) != value]
+    if differ:
+        raise ValueError("the state fits another layer or input: " + ", ".join(differ))
+
+
+def check_input(layer, x, state, *marks):
+    """Raise ValueError if a layer's x is not (B >= 1, T >= 1, n_embd), if its mask or reset is not (B, T) bool, or if a
+    state does not fit the layer and x."""
+    if x.dim() != 3 or not x.numel() or x.shape[2] != layer.config.n_embd:
+        raise ValueError(f"a layer reads (B, T >= 1, {layer.config.n_embd}), not {tuple(x.shape)}; one text is x[None]")
+    for a in marks:
+        if a is not None and (a.shape != x.shape[:2] or a.dtype != torch.bool):
+            raise ValueError(f"mask and reset are bool {tuple(x.shape[:2])}, not {a.dtype} {tuple(a.shape)}")
+    if state:
+        check_state(layer, state, len(x))
