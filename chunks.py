@@ -1,35 +1,35 @@
 """chunks.py - the rule of omega.py chunk by chunk: products of triangular matrices (Eq 16, 39, 40).
 
-At fixed weights the gradient of pair i is an outer product x_i^T d_i: x_i enters the matrix, and d_i is dl/d(what leaves
-it). So what a chunk writes is a sum of x_i^T d_i, whose coefficients come from the gates alone. Of four tokens in two
-blocks of two, with a window of 2 (a is keep, m momentum, e step, g gate, and pair 0 comes from before the chunk):
+At fixed weights the gradient of pair i is an outer product x_i^T d_i: x_i enters the matrix, d_i is dl/d(what leaves
+it). So a chunk writes sums of x_i^T d_i, and their coefficients come from the gates alone. Here are four tokens, in two
+blocks of two, with a window of 2. a is keep, e step, g gate; pair 0 comes from before the chunk:
 
-           t\\s  1     2    3    4               pair 0   1    2    3    4              t\\s   1     2    3    4
-            1   1                                1  g10  g11                           1   e1
-    Keep =  2   a2    1                 Gate =   2       g21  g22           Wait = -   2  a2 e1  e2
-            3   a3a2  a3   1                     3            g32  g33                 3              e3
-            4 a4a3a2 a4a3  a4   1                4                 g43  g44            4             a4 e3  e4
+            s   1     2     3     4            pair  0    1    2    3    4             s   1     2     3     4
+         t 1    1                               1   g10  g11                           1   e1
+    Keep = 2    a2    1                 Gate =  2        g21  g22            Wait = -  2   a2e1  e2
+           3   a3a2   a3    1                   3             g32  g33                 3               e3
+           4  a4a3a2 a4a3   a4    1             4                  g43  g44            4              a4e3   e4
 
-Mom is Keep with m in the place of a. Wait is -Keep times the steps, inside of blocks. In row t they hold what is left at
-token t of S, g and -U of token s. X, D and R hold the rows x_i, d_i and r_t, what token t multiplies by the matrix:
+Row t of Keep says what is left at token t of what was written at token s. Mom is the same of momentum. Wait is -Keep
+times step, inside of blocks. R, X and D have the rows r_t, which token t multiplies by the matrix, x_i and d_i:
 
-    S_t  = (Mom Gate)[t] X^T D + momprod_t S_0                                                   Eq 33, 39
-    -U_t = P[t] X^T D + u_t S_0,            P = Wait Mom Gate,   u = Wait momprod                what waits in t's block
-    O_j  = due_j NS(-U at the end of j)     due = -Wait 1;  without Newton-Schulz O = -U         the update of block j
-    W_t  = keepprod_t W_0 + sum_j Keep[t, end of j] O_j                     over blocks that have ended: Eq 16, 32
+    S_t  = (Mom Gate)[t] X^T D + momprod_t S_0                                                     Eq 33, 39
+    -U_t = P[t] X^T D + u_t S_0         P = Wait Mom Gate,  u = Wait momprod       what waits in the block of t
+    O_j  = due_j NS(-U_end of j)        due = -Wait 1; without Newton-Schulz O = -U      the update of block j
+    W_t  = keepprod_t W_0 + sum over ended blocks j of Keep[t, end of j] O_j                       Eq 16, 32
 
-keepprod_t and momprod_t are the products of keep and momentum up to t, W_0 and S_0 what was before the chunk. Reading
-needs no W_t. All tokens are read at once, by attention with P in the place of the softmax (o: elementwise):
+W_0 and S_0 are those before the chunk; keepprod and momprod are products from its first token on. Reading needs no W_t.
+All tokens are read at once, by attention with P in the place of the softmax (o multiplies elementwise):
 
-    r_t (W_t - U_t) = keepprod_t (r_t W_0) + u_t (r_t S_0) + sum_j Keep[t, end of j] (r_t O_j) + ((P o R X^T) D)_t
+    r_t (W_t - U_t) = keepprod_t r_t W_0 + u_t r_t S_0 + sum_j Keep[t, end of j] r_t O_j + ((P o R X^T) D)_t
 
-With error = "token" the error of a pair is a reading, too, one token earlier. Then every token has pairs of its own for
-its window, and X, D have a row for each. Let A hold the rows that enter the last matrix, and ' be "a token later":
+With error = "token" (choice 24) a pair's error is a reading, too, one token earlier: r_t is x_t, and P', keepprod', u'
+hold in row t what P, .. hold in row t - 1. Every token has pairs of its own for its window. So D solves
 
-    D = keepprod' o (A W_0) + u' o (A S_0) + (P' o A A^T) D - V,    so   (I - P' o A A^T) D = .. - V
+    D = keepprod' o (X W_0) + u' o (X S_0) + (P' o X X^T) D - V       or    (I + A) D = E,   A = -P' o X X^T
 
-The matrix is triangular, so this is one solve. It is DeltaNet's chunk form (Yang et al. 2024, arXiv 2406.06484) with
-decay, momentum and windows.
+where E are the errors at W_0 and S_0. A is strictly lower triangular. DeltaNet's chunk form (Yang et al. 2024, arXiv
+2406.06484) is this solve for window 1 without momentum.
 """
 import sys
 from itertools import repeat
@@ -45,10 +45,16 @@ from omega import Gates, join, since
 from poly import grown, kernel_rows, one_hot, with_keys
 
 
-# ---- coefficients, which depend on the gates alone. `of` picks rows t: all, or the last tokens of blocks that end
-def logs(a):
-    """Return the logarithm; 0 counts as the smallest normal number."""
-    return a.clamp_min(torch.finfo(a.dtype).tiny).log()
+# ---- coefficients, which depend on the gates alone. `of` picks rows t of a matrix: all of them, or some
+every, last = (lambda a: a), (lambda a: a[..., -1:, :])
+logs = lambda a: a.clamp_min(torch.finfo(a.dtype).tiny).log()            # 0 counts as the smallest normal number
+
+
+def ends(rule):
+    """Return the function that picks the last tokens of blocks. The end of a chunk ends a block, too."""
+    m = rule.muon_every or rule.chunk
+    ragged = lambda c: c == rule.chunk and c % m
+    return lambda a: torch.cat([a[..., m - 1::m, :], last(a)], -2) if ragged(a.shape[-2]) else a[..., m - 1::m, :]
 
 
 def products(decay):
@@ -56,147 +62,134 @@ def products(decay):
     return logs(decay).cumsum(-1)[..., None].exp()
 
 
-def decays(decay, of=lambda a: a, within=True, times=None):
-    """Return decay_{s+1} .. decay_t times_s at [t, s], Keep or Mom or rows of it, 0 outside of `within`: (.., c, c)."""
+def decays(decay, of=every, within=True, times=None):
+    """Return Keep or Mom of a decay (.., c), or rows of it, 0 outside of `within`; times (.., c): column s times_s."""
     sums, ones = logs(decay).cumsum(-1), torch.ones(decay.shape[-1:] * 2, dtype=torch.bool, device=decay.device)
     hidden = torch.where(of(ones.tril() & within), 0.0, -torch.inf)              # before exp, which could overflow
     columns = -sums if times is None else logs(times) - sums
     return (of(sums[..., None]) + (hidden + columns[..., None, :])).exp()
 
 
-def windowed(rule, rows, gate, product=True):
-    """Return rows @ Gate, (.., r, c) -> (.., r, n); n = w - 1 + c, or c w where each token has pairs of its own."""
+def windowed(rule, rows, gate, shifts=False):
+    """Return rows @ Gate, (.., r, c) -> (.., r, n); n = w - 1 + c, or c w where each token has pairs of its own.
+    shifts: on a GPU add up shifted rows, in one kernel, instead of making Gate; a CPU takes twice as long for that."""
     *lead, c, w = gate.shape
-    if solves(rule):
+    if rule.solves:
         return (rows[..., None] * gate[..., None, :, :]).flatten(-2)
     if w == 1:
         return rows * gate.mT
-    if product or rows.device.type == "cpu" and not torch.compiler.is_compiling():
-        return rows @ F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)  # Gate
-    return sum(F.pad(rows * g[..., None, :], (i, w - 1 - i)) for i, g in enumerate(gate.unbind(-1)))
-
-
-def at_ends(rule):
-    """Return the function that picks the rows of the last tokens of blocks. The end of a chunk ends a block, too."""
-    m = rule.muon_every or rule.chunk
-
-    def of(a):
-        ends, c = a[..., m - 1::m, :], a.shape[-2]
-        return torch.cat([ends, a[..., -1:, :]], -2) if c == rule.chunk and c % m else ends
-    return of
-
-
-def waiting(rule, gates, of=lambda a: a, within=True, Mom=None):
-    """Return what makes -U_t: P (.., r, n) of the pairs and u (.., r, 1) of S_0, None without momentum; and due."""
-    wait = decays(gates.keep, of, within, gates.step)
-    if gates.momentum is None:
-        return windowed(rule, wait, -gates.gate), None, wait.sum(-1, keepdim=True)
-    Mom = decays(gates.momentum) if Mom is None else Mom
-    G = wait @ Mom if wait.shape[-2] > 1 else (wait.mT * Mom).sum(-2, keepdim=True)          # Eq 39
-    return windowed(rule, G, -gates.gate, product=False), G[..., :1] * -gates.momentum[..., :1, None], wait.sum(-1, keepdim=True)
+    if shifts and (rows.device.type != "cpu" or torch.compiler.is_compiling()):
+        return sum(F.pad(rows * g[..., None, :], (i, w - 1 - i)) for i, g in enumerate(gate.unbind(-1)))
+    return rows @ F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
 def blocks(rule, gates):
-    """Return t (c, 1), and where s is in the block of t (c, c)."""
+    """Return t (c, 1), and whether s is in the block of t (c, c)."""
+    if not (m := rule.muon_every):
+        return None, True
     t = torch.arange(gates.keep.shape[-1], device=gates.keep.device)[:, None]
-    return t, t // rule.muon_every == t.mT // rule.muon_every if rule.muon_every else True
+    return t, t // m == t.mT // m
+
+
+def waiting(rule, gates, of=every, within=True, Mom=None):
+    """Return P (.., r, n), u (.., r, 1), None without momentum, and due (.., r, 1). Mom: made before, or None."""
+    wait = decays(gates.keep, of, within, gates.step)         # -Wait; its sign goes to Gate
+    due = wait.sum(-1, keepdim=True)
+    if gates.momentum is None:
+        return windowed(rule, wait, -gates.gate), None, due
+    Mom = decays(gates.momentum) if Mom is None else Mom
+    G = wait @ Mom if wait.shape[-2] != 1 else (wait.mT * Mom).sum(-2, keepdim=True)
+    return windowed(rule, G, -gates.gate, shifts=True), G[..., :1] * -gates.momentum[..., :1, None], due
 
 
 def mixing(rule, gates, new, due, Mom=None):
-    """Return what the last `new` tokens read: P (.., new, n); and of W_0, S_0 and each NS the coefficients (.., new, 1)."""
-    c, m, of = gates.keep.shape[-1], rule.muon_every, lambda a: a[..., -new:, :]
-    t, within = blocks(rule, gates)
-    if m:                                                     # the last token of a block reads O instead
-        within = within & (t % m < m - 1) & (t < c - (c == rule.chunk))
-    P, u, _ = waiting(rule, gates, of, within, Mom)
+    """Return what the last `new` tokens read: P (.., new, n), and coefficients (.., new, 1) of W_0, S_0, and of the NS
+    of each block that ends, whose due (.., J, 1) is. The last token of a block reads O in the place of -U."""
+    c, m, of, (t, within) = gates.keep.shape[-1], rule.muon_every, lambda a: a[..., -new:, :], blocks(rule, gates)
+    waits = (t % m < m - 1) & (t < c - (c == rule.chunk)) if m else True
+    P, u, _ = waiting(rule, gates, of, within & waits, Mom)
     coef = [of(products(gates.keep))] + [u] * (u is not None and m != 1)
     if m and due.shape[-2]:
-        coef += (at_ends(rule)(decays(gates.keep, of).mT) * due).mT.split(1, -1)
+        coef += (ends(rule)(decays(gates.keep, of).mT) * due).mT.split(1, -1)
     return P, coef
 
 
 class Closing(NamedTuple):
-    """What the J blocks that end here, and the last W and S, are made of."""
-    pairs: torch.Tensor                   # (.., J [+ 1], n) coefficients of the pairs: in -U of each block, in S
+    """Coefficients of what the J blocks that end leave, and of the last W and S."""
+    pairs: torch.Tensor                   # (.., J [+ 1], n) of the pairs in -U of each block, and in S
     S0: torch.Tensor | None               # (.., J [+ 1], 1) of S_0, likewise
     due: torch.Tensor                     # (.., J, 1)
     O: torch.Tensor | None                # (.., J, 1) in W, of -U of each block, or of its NS
     W0: torch.Tensor | None               # (.., 1, 1) in W, of W_0
 
 
-def closing(rule, gates, Mom=None, last=True):
-    """Return the Closing of gates (.., c); last: with what the last W and S need."""
-    ends, row = at_ends(rule), lambda a: a[..., -1:, :]
-    P, u, due = waiting(rule, gates, ends, blocks(rule, gates)[1], Mom)
-    if not last:
+def closing(rule, gates, Mom=None, whole=True):
+    """Return the Closing of gates (.., c); whole: with the last W and S."""
+    if not (whole or rule.muon_every):                        # no block ends
+        return Closing(none := gates.keep[..., :0, None], None, none, None, None)
+    P, u, due = waiting(rule, gates, ends(rule), blocks(rule, gates)[1], Mom)
+    if not whole:
         return Closing(P, u, due, None, None)
     if u is not None:
-        S = decays(gates.momentum, row)
-        P = torch.cat([P, windowed(rule, S, gates.gate, product=False)], -2)
+        S = decays(gates.momentum, last)
+        P = torch.cat([P, windowed(rule, S, gates.gate, shifts=True)], -2)
         u = torch.cat([u, S[..., :1] * gates.momentum[..., :1, None]], -2)
-    O = ends(decays(gates.keep, row).mT)
-    return Closing(P, u, due, O * due if rule.muon_every else O, row(products(gates.keep)))
+    O = ends(rule)(decays(gates.keep, last).mT)
+    return Closing(P, u, due, O * due if rule.muon_every else O, last(products(gates.keep)))
 
 
 # ---- error = "token"
-INVERT_ON = ("cuda",)                                         # devices that wait longer for a solve than for `inverse`
-
-
-def solves(rule):
-    """Tell whether errors are solved for. Those of the dot loss are -v, wherever they are measured."""
-    return rule.error == "token" and rule.loss != "dot"
-
-
-def inverts(rule, device):
-    """Tell whether (I + A)^-1 is made for all chunks at once: a matrix memory's A A^T does not depend on W."""
-    return rule.memory == "linear" and device.type in INVERT_ON
+INVERT_ON = ("cuda",)                     # where a solve takes long: of a matrix memory all chunks are inverted at once
+inverts = lambda rule, a: rule.memory == "linear" and a.device.type in INVERT_ON             # A does not depend on W
 
 
 class System(NamedTuple):
-    """What D solves: (I - P' o A A^T) D = keepprod' o (A W_0) + u' o (A S_0) - V."""
-    L: torch.Tensor                       # (.., n, n) -P' o A A^T, or (I + that)^-1
+    """What D solves."""
+    A: torch.Tensor                       # (.., n, n), or (I + A)^-1
     W0: torch.Tensor                      # (.., n, 1) keepprod'
     S0: torch.Tensor | None               # (.., n, 1) u'
 
 
-def system(rule, gates, scores):
-    """Return the System of gates (.., c) and scores A A^T (.., n, n)."""
-    with without_autocast(scores):
-        P, u, _ = waiting(rule, gates)
+def system(rule, gates, x, phi=None, k=None):
+    """Return the System of gates (.., c) and X (.., n, in). With phi X is phi(k)."""
+    with without_autocast(x):                                 # in float32: a solve adds up rounding errors
+        x = x.to(gates.keep.dtype)
+        (P, u, _), scores = waiting(rule, gates), phi.inner(k, k, x, x) if phi else x @ x.mT
         later = lambda a, first=0.0: F.pad(a[..., :-1, :], (0, 0, 1, 0), value=first).repeat_interleave(rule.window, -2)
-        L = -later(P) * scores
-        L = inverse(L) if inverts(rule, L.device) else L
-        return System(L, later(products(gates.keep), 1.0), u if u is None else later(u))
+        A = -later(P) * scores
+        A = inverse(A) if inverts(rule, A) else A
+        return System(A, later(products(gates.keep), 1.0), u if u is None else later(u))
 
 
-def inverse(L):
-    """Return (I + L)^-1 of strictly lower L (.., n, n), in log n steps, by joining the inverses of blocks: that of
-    [[a, 0], [b, c]] is [[1/a, 0], [-1/c b 1/a, 1/c]]."""
-    n, s = L.shape[-1], 1
-    L = F.pad(L, (0, (1 << (n - 1).bit_length()) - n) * 2)
-    T = L.new_ones(*L.shape[:-1], 1, 1)                       # the inverses of the blocks of size s on the diagonal
-    while s < L.shape[-1]:
-        b = L.unflatten(-1, (-1, 2 * s)).unflatten(-3, (-1, 2 * s)).diagonal(0, -4, -2).movedim(-1, -3)[..., s:, :s]
+def inverse(A):
+    """Return (I + A)^-1 of A (.., n, n), strictly lower, in log n steps, each of which joins the inverses of blocks:
+    that of [[a, 0], [b, c]] is [[1/a, 0], [-1/c b 1/a, 1/c]]."""
+    n, s = A.shape[-1], 1
+    A = F.pad(A, (0, (1 << (n - 1).bit_length()) - n) * 2)
+    T = A.new_ones(*A.shape[:-1], 1, 1)                       # the inverses of all blocks of size s
+    while s < A.shape[-1]:
+        b = A.unflatten(-1, (-1, 2 * s)).unflatten(-3, (-1, 2 * s)).diagonal(0, -4, -2).movedim(-1, -3)[..., s:, :s]
         a, c = T.unflatten(-3, (-1, 2)).unbind(-3)
         T, s = torch.cat([F.pad(a, (0, s)), torch.cat([-c @ b @ a, c], -1)], -2), 2 * s
     return T[..., 0, :n, :n]
 
 
-def errors(rule, solve, a, v, M0, W, S):
-    """Return D (N, n, out): a (N, n, in) are the rows that enter the last matrix M0 + W, with momentum S."""
+def solved(rule, made, x, v, M0, W, S):
+    """Return D (N, n, out) of the last matrix, M0 + W, with momentum S; x (N, n, in) enters it. made: a System."""
     with without_autocast(v):
-        a = a.to(W.dtype)
-        y = solve.W0 * torch.bmm(a, W) - v
-        y = y if S is None else y + solve.S0 * torch.bmm(a, S)
-        y = y if M0 is None else y + torch.bmm(a, M0)
-        return solve.L @ y if inverts(rule, y.device) else torch.linalg.solve_triangular(
-            solve.L, y, upper=False, unitriangular=True)
+        x = x.to(W.dtype)
+        E = made.W0 * torch.bmm(x, W) - v
+        E = E if S is None else E + made.S0 * torch.bmm(x, S)
+        E = E if M0 is None else E + torch.bmm(x, M0)
+        if inverts(rule, v):
+            return torch.bmm(made.A, E)
+        return torch.linalg.solve_triangular(made.A, E, upper=False, unitriangular=True)
 
 
 # ---- one chunk learns
 class Chunks(NamedTuple):
     """Tokens and pairs of N = B H sequences, cut into chunks: c tokens and n pairs in each."""
-    q: torch.Tensor                       # (N, chunks, c, D); of a chunk that is gone on with, the new tokens alone
+    q: torch.Tensor                       # (N, chunks, c, D); of a chunk in progress the new tokens alone
     k: torch.Tensor                       # (N, chunks, n, D)
     xq: torch.Tensor                      # (N, chunks, c, E) phi(q)
     xk: torch.Tensor                      # (N, chunks, n, E) phi(k)
@@ -205,37 +198,37 @@ class Chunks(NamedTuple):
 
 
 def gradients(rule, chunk, solve, M0, W, S):
-    """Return x_i (N, n, in) and d_i (N, n, out) of each matrix at W_0 (Eq 16). solve: a System, or Gates that make it,
-    for the d of the last matrix at the tokens; or None."""
-    last, firsts = None, memory.firsts(rule.memory)
-    if solve:
-        def last(a):
-            made = solve if isinstance(solve, System) else system(rule, solve, torch.bmm(b := a.to(W[-1].dtype), b.mT))
-            return errors(rule, made, a, chunk.v, *(these[-1] if these else None for these in (M0, W, S)))
-    anchor = [m + w for m, w in zip(M0, W)] if M0 else W
-    found = memory.gradients(rule.memory, rule.loss, anchor, chunk.xk, chunk.v, rule.norm, last)
-    return found if chunk.x is None else [(chunk.x, d) for _, d in found[:firsts]] + found[firsts:]
+    """Return x_i (N, n, in) and d_i (N, n, out) of each matrix at W_0 (Eq 16). solve: for the d of the last matrix at
+    the tokens a System, or the Gates that it is made of; or None."""
+    def of_last(x):
+        made = solve if isinstance(solve, System) else system(rule, solve, x)
+        return solved(rule, made, x, chunk.v, *(these[-1] if these else None for these in (M0, W, S)))
+    anchor, n = [m + w for m, w in zip(M0, W)] if M0 else W, memory.firsts(rule.memory)
+    found = memory.gradients(rule.memory, rule.loss, anchor, chunk.xk, chunk.v, rule.norm, of_last if solve else None)
+    return found if chunk.x is None else [(chunk.x, d) for _, d in found[:n]] + found[n:]
 
 
 def write(x, d, rows):
     """Return the sums of rows[r, i] x_i^T d_i over i: x (N, n, in), d (N, n, out), rows (N, r, n) -> r (N, in, out)."""
+    if not rows.shape[1]:
+        return []
     made = torch.bmm(x.mT, (rows.mT[..., None] * d[:, :, None]).flatten(2))
-    return [a.to(rows.dtype) for a in made.chunk(rows.shape[1], -1)] if rows.shape[1] else []    # bfloat16 in autocast
+    return [a.to(rows.dtype) for a in made.chunk(rows.shape[1], -1)]             # under autocast they are bfloat16
 
 
 def learn(rule, chunk, close, solve, M0, W, S):
-    """Learn one chunk -> W and S at its end (without close.W0 unchanged); NS of each block that ends, [matrix][block],
-    [] without Newton-Schulz; x and d of each matrix."""
-    found, J = gradients(rule, chunk, solve, M0, W, S), close.due.shape[1]
+    """Learn one chunk -> W and S at its end, or as they were if it is not whole; of each matrix the NS of the blocks
+    that end, and x and d."""
+    found, J, whole = gradients(rule, chunk, solve, M0, W, S), close.due.shape[1], close.W0 is not None
     new = [write(x, d, close.pairs) for x, d in found]        # of each matrix: -U of each block, S
     if S:
         new = [[torch.addcmul(a, close.S0[:, r, None], s) for r, a in enumerate(made)] for made, s in zip(new, S)]
-    last_S, new = [made[-1] for made in new if S and close.W0 is not None], [made[:J] for made in new]
+    last_S, new = [made[-1] for made in new if S and whole], [made[:J] for made in new]
     if rule.muon_every and J:                                 # the outer gradient goes through it (choice 14)
         with without_autocast(close.due):
             new = newton_schulz([torch.cat(made) for made in new], rule.ns_steps, rule.ns_coefficients)          # Eq 40
         new = [made.chunk(J) for made in new]
-    if close.W0 is not None:
+    if whole:
         W, S = [close.W0 * w for w in W], last_S
         for j in range(J):                                                       # Eq 16, 32
             W = [torch.addcmul(w, close.O[:, j, None], made[j]) for w, made in zip(W, new)]
@@ -245,8 +238,8 @@ def learn(rule, chunk, close, solve, M0, W, S):
 
 # ---- then all tokens are read
 def read(rule, phi, chunks, gates, due, Mom, M0, bases, found):
-    """Read K = N chunks at once, layer by layer -> y (K, c, D). bases: of each chunk and matrix W_0, S_0, O_1, O_2, ..;
-    found: of each chunk and matrix x and d."""
+    """Read K = N chunks at once, layer by layer -> y (K, c, D). bases: of each chunk and matrix W_0, S_0 and each NS;
+    found: of each chunk and matrix x and d. due, Mom: as in `mixing`."""
     q, k, xq, xk = (a.flatten(0, 1) for a in chunks[:4])
     P, coef = mixing(rule, gates, q.shape[1], due, Mom)
     P, coef = P.flatten(0, 1), [a.flatten(0, 1) for a in coef]
@@ -271,7 +264,10 @@ def read(rule, phi, chunks, gates, due, Mom, M0, bases, found):
 
 
 # ---- from tokens to chunks and back
+is_compiled = lambda f: hasattr(f, "_torchdynamo_orig_callable")
 AT_ONCE = 12_000_000, 4_000_000_000       # numbers of phi(q) in a call of `advance`, on a CPU (its cache) and on a GPU
+bases_of = lambda rule, W, S: [*zip(W, S)] if S and rule.muon_every != 1 else [*zip(W)]      # each matrix' W_0, S_0
+of_sequences = lambda matrices, B: [at_least_float32(a).expand(B, *a.shape[-3:]).flatten(0, 1) for a in matrices]
 
 
 def run(rule, phi, q, k, v, gates, state):
@@ -284,23 +280,18 @@ def run(rule, phi, q, k, v, gates, state):
     if phi.kind == "exp":
         state, E = with_keys(state, k, memory.firsts(rule.memory)), state.keys.shape[2] + q.shape[2]
     most = max(1, AT_ONCE[q.device.type == "cuda"] // max(1, q.shape[:2].numel() * E * c))
-    M0, W, S = (sequences(a, len(q)) for a in (state.M0, state.W, state.S))
+    M0, W, S = (of_sequences(a, len(q)) for a in (state.M0, state.W, state.S))
     pairs = (ks, vs) if state.keys is None else (ks, vs, one_hot(ks, state.keys))
     at, end, past, ys = 0, gates.keep.shape[2], ks.shape[2] - gates.keep.shape[2], []
     part = lambda a, i, j: a if a is None or (i, j) == (0, a.shape[2]) else a[:, :, i:j]     # a slice costs a copy
     while at < end:                                           # a chunk in progress, whole chunks, a part of one
         count = 1 if at < pos or end - at < c else min((end - at) // c, most)
         to, first = min(end, at + c * count), max(0, past + at - rule.window + 1)
-        y, W, S = advance(rule, phi, count, part(q, max(0, at - pos), to - pos), [part(a, first, past + to) for a in pairs],
-                          Gates(*(part(a, at, to) for a in gates)), state.keys, M0, W, S)
+        y, W, S = advance(rule, phi, count, part(q, max(0, at - pos), to - pos), [part(a, first, past + to)
+                          for a in pairs], Gates(*(part(a, at, to) for a in gates)), state.keys, M0, W, S)
         ys, at = ys + [y], to
     W, S = ([a.unflatten(0, q.shape[:2]) for a in matrices] for matrices in (W, S))
     return torch.cat(ys, 2) if len(ys) > 1 else ys[0], since(rule, state, W, S, ks, vs, gates)
-
-
-def sequences(matrices, B):
-    """Return matrices (.., H, in, out) as (B H, in, out), in float32 at least."""
-    return [at_least_float32(a).expand(B, *a.shape[-3:]).flatten(0, 1) for a in matrices]
 
 
 def cut(rule, phi, count, q, pairs, gates, keys):
@@ -310,7 +301,7 @@ def cut(rule, phi, count, q, pairs, gates, keys):
     T, w, cast, device = gates.keep.shape[2], rule.window, lambda a: a, q.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         cast = lambda a: a.to(torch.get_autocast_dtype(device))
-    c, idle = T // count, 0 if solves(rule) else -(w - 1) % 8
+    c, idle = T // count, 0 if rule.solves else -(w - 1) % 8
     past, gate = idle + w - 1, F.pad(gates.gate, (idle, 0))
     missing = past + T - pairs[0].shape[2]
     if missing > idle:
@@ -319,7 +310,7 @@ def cut(rule, phi, count, q, pairs, gates, keys):
     k, v, *x = (F.pad(a, (0, 0, missing, 0)) if missing else a for a in pairs)
     tokens = lambda a: a.flatten(0, 1).unflatten(1, (count, -1))                 # (B, H, T, ..) -> (N, count, c, ..)
     chunked = lambda a: a.flatten(0, 1).unfold(1, c + past, c).movedim(-1, 2).contiguous()
-    if solves(rule):                                          # each token has the pairs of its window
+    if rule.solves:                                          # each token has the pairs of its window
         chunked = lambda a: a.flatten(0, 1).unfold(1, w, 1).mT.flatten(1, 2).unflatten(1, (count, -1))
     cq, ck, cv = tokens(q), chunked(k), chunked(memory.target(rule.memory, rule.loss, k, v))
     if x:
@@ -340,28 +331,22 @@ def advance(rule, phi, count, q, pairs, gates, keys, M0, W, S):
     for reset, *one in each:
         if reset is not None:
             W, S = ([a.where(~reset[:, :1, None], 0) for a in matrices] for matrices in (W, S))
-        new_W, new_S, NS, pairs = learn(rule, *one, M0, W, S)
-        bases.append(bases_of(rule, W, S, NS))
+        before, (W, S, NS, pairs) = bases_of(rule, W, S), learn(rule, *one, M0, W, S)
+        bases.append([[*b, *ns] for b, ns in zip(before, NS)])
         found.append(pairs)
-        W, S = new_W, new_S
     return read(rule, phi, chunks, gates, close.due, Mom, M0, bases, found).view(*q.shape), W, S
 
 
-def each_chunk(rule, phi, chunks, gates, Mom=None, last=True):
+def each_chunk(rule, phi, chunks, gates, Mom=None, whole=True):
     """Return a Closing, and for each chunk its reset and what `learn` takes: Chunks, Closing; System, Gates or None."""
     each = lambda a: repeat(None) if a is None else a.unbind(1)
     split = lambda these: (type(these)(*one) for one in zip(*map(each, these)))
     with without_autocast(gates.keep):
-        close = closing(rule, gates, Mom, last)
-    solve = repeat(None) if not solves(rule) else split(gates) if rule.memory != "linear" else split(
-        system(rule, gates, phi.inner(chunks.k, chunks.k, chunks.xk, chunks.xk)))
+        close = closing(rule, gates, Mom, whole)
+    solve = repeat(None)
+    if rule.solves:
+        solve = split(system(rule, gates, chunks.xk, phi, chunks.k) if rule.memory == "linear" else gates)
     return close, zip(each(gates.reset), split(chunks), split(close), solve)
-
-
-def bases_of(rule, W, S, NS):
-    """Return of each matrix what is read: W_0, S_0 unless nothing waits, the NS of each block."""
-    S = [[s] for s in S] if S and rule.muon_every != 1 else [[] for _ in W]
-    return [[w, *s, *ns] for w, s, ns in zip(W, S, NS)]
 
 
 def weights(rule, phi, state):
@@ -369,15 +354,15 @@ def weights(rule, phi, state):
     W, S, B = list(state.W), list(state.S), len(state.k)
     M0 = grown(state.M0, [w.shape[-2] for w in W])
     if state.pos:
-        W, S, m0 = (sequences(a, B) for a in (W, S, M0))
+        W, S, m0 = (of_sequences(a, B) for a in (W, S, M0))
         pairs = (state.k, state.v) if state.keys is None else (state.k, state.v, one_hot(state.k, state.keys))
         chunks, gates = cut(rule, phi, 1, state.k[:, :, -1:], pairs, state.gates, state.keys)
         close, ((_, *one),) = each_chunk(rule, phi, chunks, gates)
-        _, new_S, NS, found = learn(rule, *one, m0, W, S)
+        before, (_, S, NS, found) = bases_of(rule, W, S), learn(rule, *one, m0, W, S)
         P, coef = mixing(rule, gates, 1, close.due)
-        W = [sum(c[:, 0] * a for c, a in zip(coef, base)) + write(x, d, P[:, 0])[0]
-             for base, (x, d) in zip(bases_of(rule, W, S, NS), found)]
-        W, S = ([a.unflatten(0, (B, -1)) for a in matrices] for matrices in (W, new_S))
+        W = [sum(c[:, 0] * a for c, a in zip(coef, [*b, *ns])) + write(x, d, P[:, 0])[0]
+             for b, ns, (x, d) in zip(before, NS, found)]
+        W, S = ([a.unflatten(0, (B, -1)) for a in matrices] for matrices in (W, S))
     return tuple(a + b for a, b in zip(M0, W)) if M0 else tuple(W), tuple(S)
 
 
@@ -389,10 +374,6 @@ def compile_chunks(**options):
     torch._functorch.config.activation_memory_budget = 0.0    # and computes again what forward would have kept
     for name in ("cut", "closing", "system", "learn", "read"):
         compile_function(sys.modules[__name__], name, **options)
-
-
-def is_compiled(f):
-    return hasattr(f, "_torchdynamo_orig_callable")
 
 
 def compile_function(owner, name, **options):

@@ -28,10 +28,11 @@ from memory import at_least_float32, unit, without_autocast
 
 def settings(**given):
     """Return the settings of a Memory: ATLAS with a matrix, changed by `given`. models.Config explains each."""
-    usual = dict(n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=1, memory_norm=False, loss="l2", window=8,
-                 chunk=32, error="chunk", momentum=True, muon=True, muon_every=8, ns_steps=3, ns_coefficients="cubic",
-                 features="monomial", degree=2, sketch_dim=64, keep=True, forget="start", conv=True, lookback=0,
-                 window_gate="token", max_step=2.0, step_by="chunk", step_start=0.0, max_norm=50.0)
+    usual = dict(n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=1, memory_norm=False, loss="l2",
+                 window=8, chunk=32, error="chunk", momentum=True, muon=True, muon_every=8, ns_steps=3,
+                 ns_coefficients="cubic", features="monomial", degree=2, sketch_dim=64, keep=True, forget="start",
+                 conv=True, lookback=0, window_gate="token", max_step=2.0, step_by="chunk", step_start=0.0,
+                 max_norm=50.0)
     return SimpleNamespace(**usual | given)
 
 
@@ -79,9 +80,7 @@ class MemoryState(NamedTuple):
     fits: dict                            # what it depends on: `fits` of the layer
     seen: torch.Tensor | None = None      # (B, window - 1) bool: the last pairs that windows look at; None: all
 
-    @property
-    def batch(self):
-        return len(self.conv)
+    batch = property(lambda self: len(self.conv))
 
 
 def short_conv(x, taps, same=None):
@@ -119,17 +118,13 @@ class Memory(nn.Module):
         self.n_gates = [1, 1, int(c.momentum), c.window if c.window_gate == "token" else 0]      # as in make_gates
         self.gates = nn.Linear(d, H * sum(self.n_gates))
         self.phi = poly.Features(c.features, c.head_dim, c.degree, c.sketch_dim, seed=layer)
-        self.M0 = self.make_M0()
+        shapes = memory.shapes(c.memory, self.phi.out_dim, c.expansion * c.head_dim, c.head_dim)
+        self.M0 = nn.ParameterList(nn.Parameter(torch.zeros(H, *shape)) for shape in shapes)
+        self.period = c.chunk                                 # tokens between two places where a text may begin
         self.norm = Norm(H, 1, c.head_dim, eps=0.1 if self.back else 2**-23)           # 0.1: weak reads stay weak
         self.out_gate = nn.Linear(d, inner, bias=False)
         self.out = nn.Linear(inner, d, bias=False)
         self.init()
-
-    def make_M0(self):
-        """Return zeros for the matrices of M0, (n_head, in, out) each."""
-        c = self.config
-        shapes = memory.shapes(c.memory, self.phi.out_dim, c.expansion * c.head_dim, c.head_dim)
-        return nn.ParameterList(nn.Parameter(torch.zeros(c.n_head, *shape)) for shape in shapes)
 
     def init(self):
         """Set the starting values that nn.Linear has not set. Call it after model.apply(your_init)."""
@@ -174,28 +169,21 @@ class Memory(nn.Module):
     def start(self, x):
         """Return the state before the first token, for a batch of len(x) sequences."""
         conv = x.new_zeros(len(x), self.conv_width - 1 + self.back, 3 * self.config.n_head * self.config.head_dim)
-        return MemoryState(self.start_fast(len(x)), conv, fits(self.config))
-
-    def start_fast(self, B):
-        c = self.config
-        return omega.start(rule(c), self.phi, list(self.M0), B, momentum=c.momentum)._replace(M0=())
+        fast = omega.start(rule(self.config), self.phi, list(self.M0), len(x), momentum=self.config.momentum)
+        return MemoryState(fast._replace(M0=()), conv, fits(self.config))
 
     def with_M0(self, fast):
-        """Return the omega.State of a state: with M0, which a state leaves to the layer."""
+        """Return the omega.State `fast` with M0, which belongs to the layer and not to its states."""
         return fast._replace(M0=tuple(self.M0) if self.config.forget == "start" else ())
 
     def learn(self, q, k, v, gates, fast):
-        """Run the rule -> y (B, H, T, D), and the fast weights after it."""
+        """Run the rule -> y (B, H, T, D), and the state of the fast weights after it."""
         y, fast = chunks.run(rule(self.config), self.phi, q, k, v, gates, self.with_M0(fast))
         return y, fast._replace(M0=())
 
     def weights(self, state):
         """Return the memory now, as a query reads it: matrices (B, H, in, out); and its momentum."""
         return chunks.weights(rule(self.config), self.phi, self.with_M0(state.fast))
-
-    def period(self):
-        """Return the number of tokens from one place where a text may begin to the next."""
-        return self.config.chunk
 
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. mask (B, T) bool, False at tokens
@@ -205,8 +193,8 @@ class Memory(nn.Module):
         check_input(self, x, state, mask, reset)
         state = state or self.start(x)
         if reset is not None:
-            mid_chunk = (torch.arange(x.shape[1], device=x.device) + state.fast.pos) % self.period() > 0
-            if c.forget == "zero" or (reset & mid_chunk).any():
+            inside = (torch.arange(x.shape[1], device=x.device) + state.fast.pos) % self.period > 0
+            if c.forget == "zero" or (reset & inside).any():
                 raise ValueError("reset needs forget='start', and stands where a chunk (with shards: a shard) begins")
         doc, pairs = numbered(x, mask, reset, state.seen, c.window - 1)
         q, k, v, gates, tail = self.project(x, state, doc, pairs)
@@ -294,7 +282,7 @@ def check_state(layer, state, batch=None):
     if not hasattr(state, "fits"):
         raise ValueError(f"a layer takes a state of its own, not a {type(state).__name__}")
     here, there = fits(layer.config) | dict(batch=batch), state.fits | dict(batch=batch and state.batch)
-    differ = [f"its {name} is {there.get(name)}, not {value}" for name, value in here.items() if there.get(name) != value]
+    differ = [f"its {name} is {there.get(name)}, not {a}" for name, a in here.items() if there.get(name) != a]
     if differ:
         raise ValueError("the state fits another layer or input: " + ", ".join(differ))
 

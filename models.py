@@ -46,8 +46,8 @@ class Config:
     loss: str = opt("l2", "inner loss (attentional bias)", LOSSES)
     window: int = opt(8, "tokens that the Omega rule looks back on (the paper's c); 1: Titans", low=1)
     chunk: int = opt(64, "tokens that share one gradient point (the paper's b)", low=1)
-    error: str = opt("chunk", "where a pair's error is measured: at the chunk's start, or at the token before, as in the "
-                     "sequential rule", ("chunk", "token"))
+    error: str = opt("chunk", "the memory that errors are measured at: the chunk's first, or each token's (exact)",
+                     ("chunk", "token"))
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
     muon: bool = opt(True, "Newton-Schulz on the inner momentum, Eq 32")
     muon_every: int = opt(64, "tokens from one Newton-Schulz to the next, at most --chunk; 1: Eq 40", low=1)
@@ -63,7 +63,7 @@ class Config:
     window_gate: str = opt("token", "weights of a window (gamma): learned for each token, or uniform",
                            ("token", "uniform"))
     max_step: float = opt(2.0, "upper bound of the step size (eta), in units of --step-by")
-    step_by: str = opt("chunk", "1 / chunk; or phi: 1 / |phi(k)|^2, of which 1 learns a pair at once, for --error token",
+    step_by: str = opt("chunk", "1 / chunk; or 1 / |phi(k)|^2, for --error token: 1 such step learns a pair",
                        ("chunk", "phi"))
     step_start: float = opt(0.0, "initial bias of the step size's gate; if lower, less is written at first", low=-20)
     max_norm: float = opt(50.0, "bound of |W - M0| (--forget zero: |W|) of each matrix where a chunk ends; 0: none")

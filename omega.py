@@ -50,6 +50,11 @@ class Rule(NamedTuple):
         norms = (torch.linalg.vector_norm(w.detach(), dim=(-2, -1), keepdim=True) for w in W)
         return [w * (self.ball / n.clamp_min(self.ball)) for w, n in zip(W, norms)]
 
+    @property
+    def solves(self):
+        """Whether chunks.py solves for errors. Those of the dot loss are -v, wherever they are measured."""
+        return self.error == "token" and self.loss != "dot"
+
     def fault(self):
         """Return what keeps chunks.py from errors at each token, and the remedy; "" if nothing does."""
         if self.error == "token" and self.loss not in ("l2", "dot"):

@@ -7,6 +7,7 @@ begins anew from M0 in each shard, so all shards of a text learn in parallel. A 
 TNT reads V as it was before the shard. Here V is read after it has written (choice 3). With Newton-Schulz its block is
 the whole shard, whose plain steps wait and are read (choice 15).
 """
+from copy import deepcopy
 from itertools import repeat
 from typing import NamedTuple
 
@@ -71,28 +72,26 @@ def shards(size, rule, phi, q, k, v, gates, state):
 class ShardedMemory(layer.Memory):
     """A layer with a global memory and local ones. config: a models.Config, whose `shard` is the size."""
 
-    def make_M0(self):
-        self.global_M0 = super().make_M0()
-        return super().make_M0()
+    def __init__(self, config, number=0):
+        super().__init__(config, number)
+        self.global_M0, self.period = deepcopy(self.M0), config.shard
 
     def init(self):
         super().init()
-        self.init_M0(self.global_M0)
+        self.init_M0(getattr(self, "global_M0", ()))          # there is none yet while a layer is made
 
-    def period(self):
-        return self.config.shard
-
-    def start_fast(self, B):
-        c = self.config
-        whole = start(layer.rule(c), self.phi, list(self.global_M0), B, momentum=c.momentum)._replace(M0=())
-        return Shards((), whole, None, whole.W[0].new_zeros(B, c.n_head, c.head_dim, c.head_dim), 0)
+    def start(self, x):
+        c, state = self.config, super().start(x)
+        whole = start(layer.rule(c), self.phi, list(self.global_M0), len(x), momentum=c.momentum)._replace(M0=())
+        kk = whole.W[0].new_zeros(len(x), c.n_head, c.head_dim, c.head_dim)
+        return state._replace(fast=Shards((), whole, None, kk, 0))
 
     def learn(self, q, k, v, gates, fast):
-        c, base = self.config, lambda M0: tuple(M0) if self.config.forget == "start" else ()
-        local = fast.local and fast.local._replace(M0=base(self.M0))
-        fast = Shards(tuple(self.M0), fast.whole._replace(M0=base(self.global_M0)), local, fast.kk, fast.pos)
-        y, fast = shards(c.shard, layer.rule(c), self.phi, q, k, v, gates, fast)
-        return y, Shards((), fast.whole._replace(M0=()), fast.local and fast.local._replace(M0=()), fast.kk, fast.pos)
+        """Run both rules. M0 belongs to the layer, not to its states."""
+        M0 = lambda state, these: state and state._replace(M0=tuple(these) if self.config.forget == "start" else ())
+        given = Shards(tuple(self.M0), M0(fast.whole, self.global_M0), M0(fast.local, self.M0), fast.kk, fast.pos)
+        y, fast = shards(self.config.shard, layer.rule(self.config), self.phi, q, k, v, gates, given)
+        return y, fast._replace(M0=(), whole=M0(fast.whole, ()), local=M0(fast.local, ()))
 
 
 torch.serialization.add_safe_globals([Shards])

@@ -30,9 +30,7 @@ class AttentionState(NamedTuple):
     fits: dict                            # as in layer.MemoryState
     seen: torch.Tensor | None = None      # (B, n) bool: which k later tokens may look at; None: all
 
-    @property
-    def batch(self):
-        return len(self.k)
+    batch = property(lambda self: len(self.k))
 
 
 def rope(pos, *xs):
@@ -114,9 +112,7 @@ class WiringState(NamedTuple):
     frozen: tuple                         # in MAC: fast weights and keys at the start of the segment
     fits: dict                            # as in layer.MemoryState
 
-    @property
-    def batch(self):
-        return self.memory.batch
+    batch = property(lambda self: self.memory.batch)
 
 
 class Wiring(nn.Module):
@@ -154,7 +150,8 @@ class Wiring(nn.Module):
         if reset is not None and self.persistent is not None:
             raise ValueError("reset needs persistent=0: learned tokens stand before the first text of a row alone")
         self.undecided = []
-        return getattr(self, self.config.wiring)(x, state or WiringState(None, None, (), fits(self.config)), mask, reset)
+        state = state or WiringState(None, None, (), fits(self.config))
+        return getattr(self, self.config.wiring)(x, state, mask, reset)
 
     def remember(self, x, state, mask, reset):
         """Read x with the memory, after p at the start of a sequence -> M(p | x), state, the number of p in it."""
