@@ -1,35 +1,37 @@
 """chunks.py - the rule of omega.py chunk by chunk: products of triangular matrices (Eq 16, 39, 40).
 
-At fixed weights the gradient of pair i is an outer product x_i^T d_i: x_i enters the matrix, d_i is dl/d(what leaves
-it). So a chunk writes sums of x_i^T d_i, and their coefficients come from the gates alone. Here are four tokens, in two
-blocks of two, with a window of 2. a is keep, e step, g gate; pair 0 comes from before the chunk:
+At fixed weights the gradient of pair i is an outer product x_i^T d_i: x_i enters the matrix, d_i is the derivative of
+the loss by what leaves it. So a chunk writes sums of x_i^T d_i, and their coefficients come from the gates alone. Here
+are four tokens in two blocks of two, with a window of 2. a is keep, e step, g gate; pair 0 comes from before the chunk:
 
             s   1     2     3     4            pair  0    1    2    3    4             s   1     2     3     4
          t 1    1                               1   g10  g11                           1   e1
-    Keep = 2    a2    1                 Gate =  2        g21  g22            Wait = -  2   a2e1  e2
+    Keep = 2    a2    1                 Gate =  2        g21  g22            Wait = -  2  a2e1   e2
            3   a3a2   a3    1                   3             g32  g33                 3               e3
            4  a4a3a2 a4a3   a4    1             4                  g43  g44            4              a4e3   e4
 
-Row t of Keep says what is left at token t of what was written at token s. Mom is the same of momentum. Wait is -Keep
-times step, inside of blocks. R, X and D have the rows r_t, which token t multiplies by the matrix, x_i and d_i:
+Keep[t, s] is what is left at token t of what token s wrote. Mom is the same of momentum. Wait is -Keep times the steps,
+inside of blocks. X and D have the rows x_i and d_i:
 
     S_t  = (Mom Gate)[t] X^T D + momprod_t S_0                                                     Eq 33, 39
     -U_t = P[t] X^T D + u_t S_0         P = Wait Mom Gate,  u = Wait momprod       what waits in the block of t
-    O_j  = due_j NS(-U_end of j)        due = -Wait 1; without Newton-Schulz O = -U      the update of block j
+    O_j  = due_j NS(-U at its end)      due = -Wait 1; without Newton-Schulz O = -U      the update of block j
     W_t  = keepprod_t W_0 + sum over ended blocks j of Keep[t, end of j] O_j                       Eq 16, 32
 
-W_0 and S_0 are those before the chunk; keepprod and momprod are products from its first token on. Reading needs no W_t.
-All tokens are read at once, by attention with P in the place of the softmax (o multiplies elementwise):
+W_0 and S_0 are those before the chunk; keepprod and momprod are products from its first token on. After its update a
+block's U is 0. Without momentum, with a window of 1 and gates of 1, P is Wait. Reading needs no W_t: R has the rows r_t
+that tokens multiply by the matrix, and all are read at once, by attention with P in the place of the softmax,
 
     r_t (W_t - U_t) = keepprod_t r_t W_0 + u_t r_t S_0 + sum_j Keep[t, end of j] r_t O_j + ((P o R X^T) D)_t
 
-With error = "token" (choice 24) a pair's error is a reading, too, one token earlier: r_t is x_t, and P', keepprod', u'
-hold in row t what P, .. hold in row t - 1. Every token has pairs of its own for its window. So D solves
+where o multiplies elementwise. With error = "token" (choice 24) the error of a pair at token t is what x_i reads after
+token t - 1, minus v_i. P', keepprod' and u' are P, keepprod and u moved down by a row. A pair has another error at each
+token whose window holds it, which makes c * window pairs. A chunk is one block. So D solves
 
-    D = keepprod' o (X W_0) + u' o (X S_0) + (P' o X X^T) D - V       or    (I + A) D = E,   A = -P' o X X^T
+    D = keepprod' o (X W_0) + u' o (X S_0) + (P' o X X^T) D - V       or    (I + A) D = D_0,   A = -P' o X X^T
 
-where E are the errors at W_0 and S_0. A is strictly lower triangular. DeltaNet's chunk form (Yang et al. 2024, arXiv
-2406.06484) is this solve for window 1 without momentum.
+D_0 are the errors if the chunk had written nothing, and A is strictly lower triangular. The idea is DeltaNet's (Yang et
+al. 2024, arXiv 2406.06484) and, with momentum, Momentum DeltaNet's (Huang et al. 2026, arXiv 2605.05838).
 """
 import sys
 from itertools import repeat
@@ -46,15 +48,15 @@ from poly import grown, kernel_rows, one_hot, with_keys
 
 
 # ---- coefficients, which depend on the gates alone. `of` picks rows t of a matrix: all of them, or some
-every, last = (lambda a: a), (lambda a: a[..., -1:, :])
+every, last_row = (lambda a: a), (lambda a: a[..., -1:, :])
 logs = lambda a: a.clamp_min(torch.finfo(a.dtype).tiny).log()            # 0 counts as the smallest normal number
 
 
 def ends(rule):
     """Return the function that picks the last tokens of blocks. The end of a chunk ends a block, too."""
     m = rule.muon_every or rule.chunk
-    ragged = lambda c: c == rule.chunk and c % m
-    return lambda a: torch.cat([a[..., m - 1::m, :], last(a)], -2) if ragged(a.shape[-2]) else a[..., m - 1::m, :]
+    ragged = lambda c: c == rule.chunk and c % m              # the last block of a chunk may be shorter
+    return lambda a: torch.cat([a[..., m - 1::m, :], last_row(a)], -2) if ragged(a.shape[-2]) else a[..., m - 1::m, :]
 
 
 def products(decay):
@@ -72,8 +74,8 @@ def decays(decay, of=every, within=True, times=None):
 
 def windowed(rule, rows, gate, shifts=False):
     """Return rows @ Gate, (.., r, c) -> (.., r, n); n = w - 1 + c, or c w where each token has pairs of its own.
-    shifts: on a GPU add up shifted rows, in one kernel, instead of making Gate; a CPU takes twice as long for that."""
-    *lead, c, w = gate.shape
+    shifts: a GPU adds up shifted rows, in one kernel, instead of making Gate; a CPU would take twice as long."""
+    *lead, c, w = gate.shape                                  # w: the window and idle pairs, see `cut`
     if rule.solves:
         return (rows[..., None] * gate[..., None, :, :]).flatten(-2)
     if w == 1:
@@ -83,17 +85,12 @@ def windowed(rule, rows, gate, shifts=False):
     return rows @ F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
-def blocks(rule, gates):
-    """Return t (c, 1), and whether s is in the block of t (c, c)."""
-    if not (m := rule.muon_every):
-        return None, True
-    t = torch.arange(gates.keep.shape[-1], device=gates.keep.device)[:, None]
-    return t, t // m == t.mT // m
-
-
-def waiting(rule, gates, of=every, within=True, Mom=None):
-    """Return P (.., r, n), u (.., r, 1), None without momentum, and due (.., r, 1). Mom: made before, or None."""
-    wait = decays(gates.keep, of, within, gates.step)         # -Wait; its sign goes to Gate
+def waiting(rule, gates, of=every, waits=True, Mom=None):
+    """Return P (.., r, n), u (.., r, 1; None without momentum) and due (.., r, 1), 0 but for the t (c, 1) in `waits`."""
+    if m := rule.muon_every:
+        block = torch.arange(gates.keep.shape[-1], device=gates.keep.device)[:, None] // m
+        waits = waits & (block == block.mT)
+    wait = decays(gates.keep, of, waits, gates.step)          # -Wait; Gate gets the sign
     due = wait.sum(-1, keepdim=True)
     if gates.momentum is None:
         return windowed(rule, wait, -gates.gate), None, due
@@ -104,10 +101,12 @@ def waiting(rule, gates, of=every, within=True, Mom=None):
 
 def mixing(rule, gates, new, due, Mom=None):
     """Return what the last `new` tokens read: P (.., new, n), and coefficients (.., new, 1) of W_0, S_0, and of the NS
-    of each block that ends, whose due (.., J, 1) is. The last token of a block reads O in the place of -U."""
-    c, m, of, (t, within) = gates.keep.shape[-1], rule.muon_every, lambda a: a[..., -new:, :], blocks(rule, gates)
-    waits = (t % m < m - 1) & (t < c - (c == rule.chunk)) if m else True
-    P, u, _ = waiting(rule, gates, of, within & waits, Mom)
+    of each block that has ended; due (.., J, 1): theirs. With Newton-Schulz a block's last token has no U."""
+    c, m, of, waits = gates.keep.shape[-1], rule.muon_every, lambda a: a[..., -new:, :], True
+    if m:
+        t = torch.arange(c, device=gates.keep.device)[:, None]
+        waits = (t % m < m - 1) & (t < c - (c == rule.chunk))
+    P, u, _ = waiting(rule, gates, of, waits, Mom)
     coef = [of(products(gates.keep))] + [u] * (u is not None and m != 1)
     if m and due.shape[-2]:
         coef += (ends(rule)(decays(gates.keep, of).mT) * due).mT.split(1, -1)
@@ -115,39 +114,40 @@ def mixing(rule, gates, new, due, Mom=None):
 
 
 class Closing(NamedTuple):
-    """Coefficients of what the J blocks that end leave, and of the last W and S."""
-    pairs: torch.Tensor                   # (.., J [+ 1], n) of the pairs in -U of each block, and in S
-    S0: torch.Tensor | None               # (.., J [+ 1], 1) of S_0, likewise
+    """Coefficients of the J blocks that end, and of the last W and S."""
+    P: torch.Tensor                       # (.., J [+ 1], n) rows of P at the ends of blocks, and of the pairs in S
+    u: torch.Tensor | None                # (.., J [+ 1], 1) what S_0 is in them
     due: torch.Tensor                     # (.., J, 1)
-    O: torch.Tensor | None                # (.., J, 1) in W, of -U of each block, or of its NS
-    W0: torch.Tensor | None               # (.., 1, 1) in W, of W_0
+    of_O: torch.Tensor | None             # (.., J, 1) what -U of each block, or its NS, is in W
+    keepprod: torch.Tensor | None         # (.., 1, 1) what W_0 is in W
 
 
 def closing(rule, gates, Mom=None, whole=True):
-    """Return the Closing of gates (.., c); whole: with the last W and S."""
+    """Return the Closing of gates (.., c); of a part of a chunk, not whole, without the last W and S."""
     if not (whole or rule.muon_every):                        # no block ends
-        return Closing(none := gates.keep[..., :0, None], None, none, None, None)
-    P, u, due = waiting(rule, gates, ends(rule), blocks(rule, gates)[1], Mom)
+        empty = gates.keep[..., :0, None]
+        return Closing(empty, None, empty, None, None)
+    P, u, due = waiting(rule, gates, ends(rule), True, Mom)
     if not whole:
         return Closing(P, u, due, None, None)
     if u is not None:
-        S = decays(gates.momentum, last)
+        S = decays(gates.momentum, last_row)
         P = torch.cat([P, windowed(rule, S, gates.gate, shifts=True)], -2)
         u = torch.cat([u, S[..., :1] * gates.momentum[..., :1, None]], -2)
-    O = ends(rule)(decays(gates.keep, last).mT)
-    return Closing(P, u, due, O * due if rule.muon_every else O, last(products(gates.keep)))
+    kept = ends(rule)(decays(gates.keep, last_row).mT)
+    return Closing(P, u, due, kept * due if rule.muon_every else kept, last_row(products(gates.keep)))
 
 
 # ---- error = "token"
-INVERT_ON = ("cuda",)                     # where a solve takes long: of a matrix memory all chunks are inverted at once
-inverts = lambda rule, a: rule.memory == "linear" and a.device.type in INVERT_ON             # A does not depend on W
+INVERT_ON = ("cuda",)                                         # where a solve is slow and a product with (I + A)^-1 fast
+inverts = lambda rule, a: rule.memory == "linear" and a.device.type in INVERT_ON   # for all chunks: A has no W in it
 
 
 class System(NamedTuple):
     """What D solves."""
-    A: torch.Tensor                       # (.., n, n), or (I + A)^-1
-    W0: torch.Tensor                      # (.., n, 1) keepprod'
-    S0: torch.Tensor | None               # (.., n, 1) u'
+    A: torch.Tensor                       # (.., n, n), or (I + A)^-1 where `inverts`
+    keepprod: torch.Tensor                # (.., n, 1) keepprod'
+    u: torch.Tensor | None                # (.., n, 1) u'
 
 
 def system(rule, gates, x, phi=None, k=None):
@@ -155,6 +155,7 @@ def system(rule, gates, x, phi=None, k=None):
     with without_autocast(x):                                 # in float32: a solve adds up rounding errors
         x = x.to(gates.keep.dtype)
         (P, u, _), scores = waiting(rule, gates), phi.inner(k, k, x, x) if phi else x @ x.mT
+        # row t gets row t - 1, once for each pair of the window
         later = lambda a, first=0.0: F.pad(a[..., :-1, :], (0, 0, 1, 0), value=first).repeat_interleave(rule.window, -2)
         A = -later(P) * scores
         A = inverse(A) if inverts(rule, A) else A
@@ -162,8 +163,8 @@ def system(rule, gates, x, phi=None, k=None):
 
 
 def inverse(A):
-    """Return (I + A)^-1 of A (.., n, n), strictly lower, in log n steps, each of which joins the inverses of blocks:
-    that of [[a, 0], [b, c]] is [[1/a, 0], [-1/c b 1/a, 1/c]]."""
+    """Return (I + A)^-1 of A (.., n, n), strictly lower, in log n steps, which join the inverses of blocks: if a and c
+    are those of two blocks, and b lies below the first, [[a, 0], [-c b a, c]] is that of both."""
     n, s = A.shape[-1], 1
     A = F.pad(A, (0, (1 << (n - 1).bit_length()) - n) * 2)
     T = A.new_ones(*A.shape[:-1], 1, 1)                       # the inverses of all blocks of size s
@@ -178,12 +179,12 @@ def solved(rule, made, x, v, M0, W, S):
     """Return D (N, n, out) of the last matrix, M0 + W, with momentum S; x (N, n, in) enters it. made: a System."""
     with without_autocast(v):
         x = x.to(W.dtype)
-        E = made.W0 * torch.bmm(x, W) - v
-        E = E if S is None else E + made.S0 * torch.bmm(x, S)
-        E = E if M0 is None else E + torch.bmm(x, M0)
+        D0 = made.keepprod * torch.bmm(x, W) - v
+        D0 = D0 if S is None else D0 + made.u * torch.bmm(x, S)
+        D0 = D0 if M0 is None else D0 + torch.bmm(x, M0)
         if inverts(rule, v):
-            return torch.bmm(made.A, E)
-        return torch.linalg.solve_triangular(made.A, E, upper=False, unitriangular=True)
+            return torch.bmm(made.A, D0)
+        return torch.linalg.solve_triangular(made.A, D0, upper=False, unitriangular=True)
 
 
 # ---- one chunk learns
@@ -198,13 +199,14 @@ class Chunks(NamedTuple):
 
 
 def gradients(rule, chunk, solve, M0, W, S):
-    """Return x_i (N, n, in) and d_i (N, n, out) of each matrix at W_0 (Eq 16). solve: for the d of the last matrix at
-    the tokens a System, or the Gates that it is made of; or None."""
-    def of_last(x):
+    """Return x_i (N, n, in) and d_i (N, n, out) of each matrix at W_0 (Eq 16). solve: None, or what gives the d of the
+    last matrix at the tokens: a System, or Gates to make one from."""
+    def last_errors(x):
         made = solve if isinstance(solve, System) else system(rule, solve, x)
         return solved(rule, made, x, chunk.v, *(these[-1] if these else None for these in (M0, W, S)))
     anchor, n = [m + w for m, w in zip(M0, W)] if M0 else W, memory.firsts(rule.memory)
-    found = memory.gradients(rule.memory, rule.loss, anchor, chunk.xk, chunk.v, rule.norm, of_last if solve else None)
+    last = last_errors if solve else None
+    found = memory.gradients(rule.memory, rule.loss, anchor, chunk.xk, chunk.v, rule.norm, last)
     return found if chunk.x is None else [(chunk.x, d) for _, d in found[:n]] + found[n:]
 
 
@@ -217,29 +219,29 @@ def write(x, d, rows):
 
 
 def learn(rule, chunk, close, solve, M0, W, S):
-    """Learn one chunk -> W and S at its end, or as they were if it is not whole; of each matrix the NS of the blocks
-    that end, and x and d."""
-    found, J, whole = gradients(rule, chunk, solve, M0, W, S), close.due.shape[1], close.W0 is not None
-    new = [write(x, d, close.pairs) for x, d in found]        # of each matrix: -U of each block, S
+    """Learn one chunk -> W and S at its end (of a part of one as they were); of each matrix the NS of the blocks that
+    end, and x and d."""
+    found, J, whole = gradients(rule, chunk, solve, M0, W, S), close.due.shape[1], close.keepprod is not None
+    new = [write(x, d, close.P) for x, d in found]            # of each matrix -U of each block, and S
     if S:
-        new = [[torch.addcmul(a, close.S0[:, r, None], s) for r, a in enumerate(made)] for made, s in zip(new, S)]
+        new = [[torch.addcmul(a, close.u[:, r, None], s) for r, a in enumerate(made)] for made, s in zip(new, S)]
     last_S, new = [made[-1] for made in new if S and whole], [made[:J] for made in new]
     if rule.muon_every and J:                                 # the outer gradient goes through it (choice 14)
         with without_autocast(close.due):
-            new = newton_schulz([torch.cat(made) for made in new], rule.ns_steps, rule.ns_coefficients)          # Eq 40
+            new = newton_schulz([torch.cat(made) for made in new], rule.ns_steps, rule.ns_coefficients)      # Eq 40
         new = [made.chunk(J) for made in new]
     if whole:
-        W, S = [close.W0 * w for w in W], last_S
+        W, S = [close.keepprod * w for w in W], last_S
         for j in range(J):                                                       # Eq 16, 32
-            W = [torch.addcmul(w, close.O[:, j, None], made[j]) for w, made in zip(W, new)]
+            W = [torch.addcmul(w, close.of_O[:, j, None], made[j]) for w, made in zip(W, new)]
         W = rule.bound(W)                                                        # choice 22
     return W, S, new if rule.muon_every else [[] for _ in W], found
 
 
 # ---- then all tokens are read
 def read(rule, phi, chunks, gates, due, Mom, M0, bases, found):
-    """Read K = N chunks at once, layer by layer -> y (K, c, D). bases: of each chunk and matrix W_0, S_0 and each NS;
-    found: of each chunk and matrix x and d. due, Mom: as in `mixing`."""
+    """Read the K chunks of all sequences at once, layer by layer -> y (K, c, D). bases: of each chunk and matrix W_0,
+    S_0 and each NS; found: of each chunk and matrix x and d. due, Mom: as in `mixing`."""
     q, k, xq, xk = (a.flatten(0, 1) for a in chunks[:4])
     P, coef = mixing(rule, gates, q.shape[1], due, Mom)
     P, coef = P.flatten(0, 1), [a.flatten(0, 1) for a in coef]
@@ -253,19 +255,19 @@ def read(rule, phi, chunks, gates, due, Mom, M0, bases, found):
         base = bases[i] + ([M0[i][:, None].expand(-1, len(rows) // len(M0[i]), -1, -1).flatten(0, 1)] if M0 else [])
         reads = torch.bmm(rows, torch.cat(base, -1)).chunk(len(base), -1)
         y = reads[-1] if M0 else 0.0
-        for c, r in zip(coef, reads):
+        for c, r in zip(coef, reads):                         # M0, which comes last, has no coefficient
             y = torch.addcmul(y, c, r) if torch.is_tensor(y) else c * r
         if direct:
             d = stacked([pairs[i][1] for pairs in found])
-            weights = scores if i < firsts else P * torch.bmm(rows, stacked([pairs[i][0] for pairs in found]).mT)
-            y = torch.baddbmm(y, weights, d)                                     # Eq 16
+            mixed = scores if i < firsts else P * torch.bmm(rows, stacked([pairs[i][0] for pairs in found]).mT)
+            y = torch.baddbmm(y, mixed, d)                                       # Eq 16
         return y
     return memory.output(rule.memory, memory.through(rule.memory, xq, of_matrix), q, rule.norm)
 
 
 # ---- from tokens to chunks and back
 is_compiled = lambda f: hasattr(f, "_torchdynamo_orig_callable")
-AT_ONCE = 12_000_000, 4_000_000_000       # numbers of phi(q) in a call of `advance`, on a CPU (its cache) and on a GPU
+AT_ONCE = 12_000_000, 4_000_000_000       # most numbers of phi(q) in a call of `advance`: CPU (its cache), GPU
 bases_of = lambda rule, W, S: [*zip(W, S)] if S and rule.muon_every != 1 else [*zip(W)]      # each matrix' W_0, S_0
 of_sequences = lambda matrices, B: [at_least_float32(a).expand(B, *a.shape[-3:]).flatten(0, 1) for a in matrices]
 
@@ -296,8 +298,8 @@ def run(rule, phi, q, k, v, gates, state):
 
 def cut(rule, phi, count, q, pairs, gates, keys):
     """Cut what `advance` takes into `count` chunks -> a Chunks, gates (N, count, c, ..). pairs: k, v [and one-hot x] of
-    the tokens and of up to window - 1 before. Where there are fewer, zeros of weight 0 stand for them; up to 7 idle
-    ones more make their number a multiple of 8, which is faster."""
+    the tokens and of up to window - 1 before. Missing ones become zeros of gate 0, and up to 7 idle ones more make
+    their number a multiple of 8, which is faster."""
     T, w, cast, device = gates.keep.shape[2], rule.window, lambda a: a, q.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         cast = lambda a: a.to(torch.get_autocast_dtype(device))
@@ -325,15 +327,16 @@ def advance(rule, phi, count, q, pairs, gates, keys, M0, W, S):
     """Run `count` chunks, or a part of one -> y (B, H, T, D), and W, S at the last boundary."""
     chunks, gates = cut(rule, phi, count, q, pairs, gates, keys)
     whole, bases, found = gates.keep.shape[-1] == rule.chunk, [], []             # a part leaves W and S as they are
-    # a compiled `read` makes Mom again rather than keep it
+    # a compiled `read` makes Mom again instead of keeping it
     Mom = None if gates.momentum is None or is_compiled(read) else decays(gates.momentum)
     close, each = each_chunk(rule, phi, chunks, gates, Mom, whole)
     for reset, *one in each:
         if reset is not None:
             W, S = ([a.where(~reset[:, :1, None], 0) for a in matrices] for matrices in (W, S))
-        before, (W, S, NS, pairs) = bases_of(rule, W, S), learn(rule, *one, M0, W, S)
+        before = bases_of(rule, W, S)
+        W, S, NS, written = learn(rule, *one, M0, W, S)
         bases.append([[*b, *ns] for b, ns in zip(before, NS)])
-        found.append(pairs)
+        found.append(written)
     return read(rule, phi, chunks, gates, close.due, Mom, M0, bases, found).view(*q.shape), W, S
 
 
@@ -350,7 +353,7 @@ def each_chunk(rule, phi, chunks, gates, Mom=None, whole=True):
 
 
 def weights(rule, phi, state):
-    """Return what a query reads after the last token, the matrices W - U plus M0, and the momentum S then."""
+    """Return the matrices M0 + W - U that a query reads after the last token, and the momentum S then."""
     W, S, B = list(state.W), list(state.S), len(state.k)
     M0 = grown(state.M0, [w.shape[-2] for w in W])
     if state.pos:

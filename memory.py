@@ -14,12 +14,13 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
     code       ATLAS        Titans        meaning
     M, W, M0   M_t, M_0     M_t, M_0      fast weights of one sequence and head; their learned start
     S          S_t          S_t           momentum of the gradients
-    O          S'_t         -             Newton-Schulz of S_t, Eq 40 (of a block's sum of them: choice 15)
-    U, due     -            -             a block's sums of step S and of step, which wait (choice 15)
+    U, due     -            -             steps of a block that wait: decayed sums of step S, of step (choice 15)
+    O          -eta_t S'_t  -             what a block then adds to W: -due NS(U); without Newton-Schulz -U
     keep       alpha_t      1 - alpha_t   fraction of the memory retained, in (0, 1]
     step       eta_t        -             inner step size, > 0  (choice 4)
     momentum   theta_t      eta_t         momentum decay, in [0, 1)
-    gate       gamma_i^(t)  theta_t       weight of the i-th window token at step t: `window` values a token
+    gate       gamma_i^(t)  theta_t       weight of the i-th window token at step t: `window` values a token. (Titans'
+                                          step stands inside of S, as gate does, and its S has the other sign)
     window     c            1             tokens the Omega rule looks back on
     chunk      b            b             tokens that share one gradient point
     degree     p            -             polynomial degree of phi
@@ -39,7 +40,7 @@ LP = 3                                                  # MIRAS' Moneta: |y - v|
 
 
 def without_autocast(x):
-    """Switch autocast off."""
+    """Return a context without autocast."""
     there = torch.amp.is_autocast_available(x.device.type)                       # not on the meta device
     return torch.autocast(x.device.type, enabled=False) if there else nullcontext()
 
@@ -120,7 +121,7 @@ def target(kind, loss_kind, r, v):
 
 
 def output_error(loss_kind, f, v, norm):
-    """Return dl/df. With `norm` the loss sees norm(f): its backward removes the error's part along f, over RMS(f)."""
+    """Return dl/df. With `norm` the loss sees n = f / RMS(f), so with e = dl/dn it is (e - n mean(n e)) / RMS(f)."""
     if not norm:
         return error(loss_kind, f, v)
     scale = (f.square().mean(-1, keepdim=True) + EPS).rsqrt()
@@ -132,8 +133,8 @@ def output_error(loss_kind, f, v, norm):
 def gradients(kind, loss_kind, W, x, v, norm=False, last=None):
     """Return the gradient of every token's loss at fixed weights W, as one outer product per matrix: dl/dW[i] = a^T d.
     This is backpropagation written out. W (N, in, out) each, x (N, n, E), v (N, n, D) as `target` gives it -> of each
-    matrix (a, d): its inputs (N, n, in) and the errors of its outputs (N, n, out). last(a) returns the errors of the
-    last matrix, from its inputs, where they are not those at W."""
+    matrix (a, d): its inputs (N, n, in) and the errors of its outputs (N, n, out). last(a), if given, returns the d of
+    the last matrix from its inputs a, in the place of the errors at W."""
     last = last or (lambda a: output_error(loss_kind, torch.bmm(a, W[-1]), v, norm and kind != "linear"))
     if kind == "linear":
         return [(x, last(x))]

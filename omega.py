@@ -2,8 +2,10 @@
 
 `paper` is the rule as printed, for one sequence and head. `omega_ref` is the rule as this project runs it: any loss,
 gradients at chunk boundaries, blocks that share a Newton-Schulz, a state to go on from. chunks.py computes the same
-function fast. Symbols: memory.py. Choices that the paper leaves open: README.
+function fast. With forget = "start" W is counted from M0 in all of this, and M0 is added where the memory is applied
+(choice 21). Symbols: memory.py. Choices: README.
 """
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,19 +19,22 @@ from muon import newton_schulz_ref
 
 def paper(kind, M0, phi, q, k, v, keep, step, momentum, gate):
     """Run ATLAS as printed: q, k, v (T, D), keep, step, momentum (T,), gate (T, window), matrices M0 -> y (T, D)."""
-    window, W, S, ys = gate.shape[1], M0, [torch.zeros_like(w) for w in M0], []
+    window, xq, xk, ys = gate.shape[1], phi(q), phi(k), []
+    W, S = M0, [torch.zeros_like(w) for w in M0]
     for t in range(len(q)):
-        def loss(W):                                                                       # Eq 9
-            pairs, M = range(max(0, t - window + 1), t + 1), lambda k: memory.apply(kind, W, phi(k), k)
-            return sum(gate[t, i - t - 1] * 0.5 * (M(k[i]) - v[i]).square().sum() for i in pairs)
+        i = slice(max(0, t - window + 1), t + 1)              # the window of token t
+
+        def loss(W):                                                                       # Eq 9; 1/2: choice 2
+            errors = memory.apply(kind, W, xk[i], k[i]) - v[i]
+            return (gate[t, -len(errors):] * 0.5 * errors.square().sum(-1)).sum()
         S = [momentum[t] * s + g for s, g in zip(S, grad(loss)(W))]                        # Eq 33
-        W = [keep[t] * w - step[t] * newton_schulz_ref(s) for w, s in zip(W, S)]           # Eq 32
-        ys.append(memory.apply(kind, W, phi(q[t]), q[t]))                                  # read after write: choice 3
+        W = [keep[t] * w - step[t] * newton_schulz_ref(s) for w, s in zip(W, S)]           # Eq 32; signs: choice 5
+        ys.append(memory.apply(kind, W, xq[t], q[t]))                                      # read after write: choice 3
     return torch.stack(ys)
 
 
 class Rule(NamedTuple):
-    """What is learned and how: MIRAS' memory, loss and algorithm (the gates are its retention)."""
+    """What is learned and how: MIRAS' memory, loss and algorithm (keep is its retention)."""
     memory: str = "mlp"
     loss: str = "l2"
     window: int = 1
@@ -37,14 +42,14 @@ class Rule(NamedTuple):
     muon_every: int = 0                   # tokens of a block, which share a Newton-Schulz; 0: none; 1: the paper
     ns_steps: int = 5
     ns_coefficients: str = "muon"
-    forget: str = "zero"                  # what keep < 1 leads back to: zero as printed, or M0 ("start", choice 21)
+    forget: str = "zero"                  # what W decays to: zero as printed, or M0 ("start", choice 21)
     norm: bool = False                    # divide what the last matrix of a deep memory produces by its RMS
     ball: float = 0.0                     # largest norm of a matrix of W at a boundary; 0: no bound
-    error: str = "chunk"                  # a pair's error is that of the memory at the boundary, Eq 16, or "token":
-                                          # at the token before, Eq 9, 15 (choice 24)
+    error: str = "chunk"                  # where a pair's error is measured: "chunk", at the boundary, Eq 16; "token",
+                                          # with the last matrix after the token before, Eq 15 (choice 24)
 
     def bound(self, W):
-        """Return W with each matrix scaled back to the norm `ball`. The outer gradient takes the factor as constant."""
+        """Return W, each matrix scaled back to the norm `ball`. The outer gradient takes the scale for a constant."""
         if not self.ball:
             return W
         norms = (torch.linalg.vector_norm(w.detach(), dim=(-2, -1), keepdim=True) for w in W)
@@ -52,11 +57,11 @@ class Rule(NamedTuple):
 
     @property
     def solves(self):
-        """Whether chunks.py solves for errors. Those of the dot loss are -v, wherever they are measured."""
+        """Whether chunks.py solves for errors. The dot loss needs no solve: its error is -v."""
         return self.error == "token" and self.loss != "dot"
 
     def fault(self):
-        """Return what keeps chunks.py from errors at each token, and the remedy; "" if nothing does."""
+        """Return why chunks.py cannot run this rule with error = "token", and the remedy; "" if it can."""
         if self.error == "token" and self.loss not in ("l2", "dot"):
             return f"error token needs loss l2 or dot, not {self.loss}"
         if self.error == "token" and self.norm and self.memory != "linear":
@@ -72,12 +77,12 @@ class Gates(NamedTuple):
     step: torch.Tensor                    # (B, H, T)
     momentum: torch.Tensor | None         # (B, H, T) in [0, 1); None: no momentum
     gate: torch.Tensor                    # (B, H, T, window); [..., -1] weighs the token itself
-    reset: torch.Tensor | None = None     # (B, H, T) bool, True only at first tokens of chunks: W - M0 and S become
-                                          # 0 before it. The gates must hide the pairs before (layer.masked)
+    reset: torch.Tensor | None = None     # (B, H, T) bool, True only at first tokens of chunks, with forget = "start":
+                                          # before it W - M0 and S become 0. Gates of older pairs are to be 0
 
 
 class State(NamedTuple):
-    """What the rule carries on: the memory at the last chunk boundary, and the tokens since. Its size is bounded."""
+    """What the rule carries on: the memory at the last chunk boundary and the tokens since. Bounded, but for `exp`."""
     M0: tuple                             # matrices (H, in, out); () with forget = "zero"
     W: tuple                              # W - M0 (without M0: W), matrices (B, H, in, out)
     S: tuple                              # likewise; () without momentum
@@ -105,16 +110,15 @@ def start(rule, phi, M0, batch, momentum=True):
 
 def join(state, k, v, gates):
     """Return the keys and values of the state and those of new tokens in a row, and the gates likewise."""
-    after = lambda old, new: torch.cat([old, new], 2) if new is not None and old.shape[2] else new
-    old, reset = state.gates, gates.reset if gates.reset is None else F.pad(gates.reset, (state.pos, 0))
-    return after(state.k, k), after(state.v, v), Gates(*map(after, old[:4], gates[:4]), reset)
+    append = lambda old, new: torch.cat([old, new], 2) if new is not None and old.shape[2] else new
+    reset = gates.reset if gates.reset is None else F.pad(gates.reset, (state.pos, 0))
+    return append(state.k, k), append(state.v, v), Gates(*map(append, state.gates[:4], gates[:4]), reset)
 
 
 def since(rule, state, W, S, ks, vs, gates):
     """Return the state after the tokens that `join` has put in a row; W and S: at the last boundary among them."""
     pos = gates.keep.shape[2] % rule.chunk
-    last = lambda a, n: a if a is None else a[:, :, max(0, a.shape[2] - n):].clone() if n else a.new_empty(
-        *a.shape[:2], 0, *a.shape[3:])                        # a view would keep all of it
+    last = lambda a, n: a if a is None else a[:, :, max(0, a.shape[2] - n):].clone()      # a view would keep all of it
     k, v = (last(a, pos + rule.window - 1) for a in (ks, vs))
     return state._replace(W=tuple(W), S=tuple(S), k=k, v=v, gates=Gates(*(last(a, pos) for a in gates[:4])))
 
@@ -122,31 +126,30 @@ def since(rule, state, W, S, ks, vs, gates):
 def omega_ref(rule, phi, q, k, v, gates, state):
     """Run the rule token by token from the last boundary on (slow), with gradients of the printed loss by autograd.
 
-        g_t = sum over the pairs i of the window of gate[t, i] grad l(M(phi(k_i)), v_i)   at the boundary's W: Eq 9, 16
-        S_t = momentum_t S_{t-1} + g_t                                                    Eq 33
-        U_t = keep_t U_{t-1} + step_t S_t      what waits in a block, and from 0 in each; due_t likewise, of step_t
-        W_t = keep_t W_{t-1},   at the last token of a block less due_t NS(U_t)           Eq 32, 40 (choice 15)
-        y_t = M(phi(q_t); W_t - U_t)                                                      read after write
-
-    Without Newton-Schulz a chunk is one block, whose update is U_t itself: Eq 10, 12. With muon_every = 1, chunk = 1 it
-    is `paper`. q, k, v (B, H, T >= 1, D), gates, state -> y (B, H, T, D), state. ValueError for `exp` features."""
-    pos, past = state.pos, state.k.shape[2] - state.pos       # pairs from before the boundary
-    ks, vs, gates = join(state, k, v, gates)
+        at the first token of a block   U, due = 0
+        g = sum over the pairs i of the window of gate[t, i] grad l(M(phi(k_i)), v_i)     at W of the boundary: Eq 9, 16
+        S = momentum_t S + g                                                              Eq 33
+        U = keep_t U + step_t S,   due = keep_t due + step_t                              the steps of the block wait
+        W = keep_t W,   and at the last token of a block   W = W - due NS(U),  U = 0      Eq 32, 40 (choice 15)
+        y_t = M(phi(q_t); W - U)                                                          read after write
+    Without Newton-Schulz a chunk is one block, whose update is U itself: Eq 10, 12. error = "token" takes dl/dy with
+    W - U of the token before as the last matrix. muon_every = chunk = 1 is `paper`. q, k, v (B, H, T >= 1, D), gates,
+    state -> y (B, H, T, D), state. Raises ValueError for `exp` features."""
+    pos, past, (ks, vs, gates) = state.pos, state.k.shape[2] - state.pos, join(state, k, v, gates)
 
     def one(M0, W, S, xq, q, xs, ks, vs, gates):
         """Run one sequence and head: phi(q) (T, E), q (T, D); phi(k), k, v (past + pos + T, ..)."""
         (keep, step, momentum, gate, reset), ys, block = gates, [], rule.muon_every or rule.chunk
-        zeros = lambda matrices: tuple(torch.zeros_like(a) for a in matrices)
+        zeros, error = lambda matrices: tuple(map(torch.zeros_like, matrices)), partial(memory.error, rule.loss)
         NS = lambda U: newton_schulz_ref(U, rule.ns_steps, rule.ns_coefficients)
 
         def M(W, x, r):
-            W = [a + b for a, b in zip(M0, W)] if M0 else W
-            return memory.apply(rule.memory, W, x, r, rule.norm)
+            return memory.apply(rule.memory, [a + b for a, b in zip(M0, W)] if M0 else W, x, r, rule.norm)
 
         def loss(W, pairs, weights):
             return sum(w * memory.loss(rule.loss, M(W, xs[i], ks[i]), vs[i]) for i, w in zip(pairs, weights))
 
-        def push(W, pairs, weights, errors):                  # its gradient: that of the loss, with these errors
+        def push(W, pairs, weights, errors):                  # has the loss' gradient with dl/dy fixed to `errors`
             return sum(w * (M(W, xs[i], ks[i]) * e).sum() for i, w, e in zip(pairs, weights, errors))
 
         for t in range(len(keep)):
@@ -156,27 +159,24 @@ def omega_ref(rule, phi, q, k, v, gates, state):
                 anchor, boundary = W, (W, S)
             if t % rule.chunk % block == 0:
                 U, due = zeros(W), 0.0
-            pairs = range(max(0, past + t - rule.window + 1), past + t + 1)
+            pairs = range(max(0, past + t - rule.window + 1), past + t + 1)      # choice 12: windows cross chunks
             weights = gate[t, rule.window - len(pairs):]
             if rule.error == "token":                         # choice 24: with the last matrix of now
                 now = *anchor[:-1], W[-1] - U[-1]
-                errors = [memory.error(rule.loss, M(now, xs[i], ks[i]), vs[i]) for i in pairs]
-                g = grad(push)(anchor, pairs, weights, errors)
+                g = grad(push)(anchor, pairs, weights, [error(M(now, xs[i], ks[i]), vs[i]) for i in pairs])
             else:
                 g = grad(loss)(anchor, pairs, weights)                                           # Eq 9, 16
             S = tuple(momentum[t] * s + d for s, d in zip(S, g)) if len(momentum) else g         # Eq 33
             U, due = tuple(keep[t] * u + step[t] * s for u, s in zip(U, S)), keep[t] * due + step[t]
             W = tuple(keep[t] * w for w in W)
             if (t + 1) % rule.chunk % block == 0:
-                W = tuple(w - (due * NS(u) if rule.muon_every else u) for w, u in zip(W, U))     # Eq 32; Eq 10, 12
-                U = zeros(U)
+                O = (due * NS(u) if rule.muon_every else u for u in U)                           # Eq 32; Eq 10, 12
+                W, U = tuple(w - o for w, o in zip(W, O)), zeros(U)
             if t >= pos:
                 ys.append(M(tuple(w - u for w, u in zip(W, U)), xq[t - pos], q[t - pos]))        # choice 3
-            S = S if len(momentum) else ()
-            if (t + 1) % rule.chunk == 0:
-                W = tuple(rule.bound(W))                                                         # choice 22
-                boundary = W, S
-        return torch.stack(ys), *boundary
+            if (t + 1) % rule.chunk == 0:                     # y has been read without the bound
+                boundary = W, S = tuple(rule.bound(W)), S                                        # choice 22
+        return torch.stack(ys), boundary[0], boundary[1] if len(momentum) else ()
 
     given = tuple(() if g is None else g for g in gates)      # vmap takes no None
     M0 = tuple(m.expand(len(q), *m.shape) for m in state.M0)

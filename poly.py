@@ -93,8 +93,8 @@ class Features(nn.Module):
 
     def square(self, k):
         """Return phi(k) . phi(k) of unit keys k (.., dim) -> (..), or one number for all; of a sketch its mean."""
-        if self.kind == "elementwise":
-            return self(k).square().sum(-1)
+        if self.kind == "elementwise":                        # of masked keys, which are 0, it may be 0
+            return self(k).square().sum(-1).clamp_min(1e-6)
         return math.e if self.kind == "exp" else 1.0 if self.kind == "none" else self.scale.square().sum()
 
 

@@ -1,7 +1,7 @@
 """test_all.py - all tests: no network, no GPU, no files but what is here.
 
     pytest test_all.py                    a minute and a half on two cores; GPU tests skip themselves
-    python test_all.py --mutants          breaks the mathematics in 52 ways; a test must notice each
+    python test_all.py --mutants          breaks the mathematics in 64 ways; a test must notice each
 
 In the order of the modules. A docstring says which mistake a test catches.
 """
@@ -10,7 +10,6 @@ import builtins
 import csv
 import hashlib
 import importlib
-import importlib.util
 import io
 import json
 import math
@@ -23,7 +22,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import tracemalloc
 import types
 import urllib.request
 from collections import Counter
@@ -406,14 +404,15 @@ def test_errors_at_the_token_need_no_chunk():
         how = dict(memory="linear", error="token", window=pick(1, 5), features=pick("none", "monomial", "sketch"))
         how |= dict(forget=pick("zero", "start"), momentum=pick(True, False), T=T, B=1, S0=False)
         rule, phi, x = problem(**how, reset=[64] * (how["forget"] == "start"))
-        leaves, cuts = [a for a in x.values() if a is not None and a.dtype.is_floating_point], (7, 66 - random.integers(9))
-        leaves, results = leaves + list(phi.parameters()), []
-        for chunk, cuts in (1, ()), (4, ()), (16, cuts), (64, cuts):
+        leaves = [a for name, a in x.items() if a is not None and name != "reset"] + list(phi.parameters())
+        pieces, results = (7, 66 - random.integers(9)), []
+        for chunk, cuts in (1, ()), (4, ()), (16, pieces), (64, pieces):
             one = rule._replace(chunk=chunk)
             y, state = play(chunks.run, one, phi, x, cuts)
             now = chunks.weights(one, phi, state)
             outer = y.cos().sum() + sum(a.square().sum() for a in tensors(now))
-            results.append([y, now, list(torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True))])
+            grads = torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True)
+            results.append([y, now, list(grads)])
         for found in results[1:]:
             close(found, results[0])
 
@@ -423,8 +422,7 @@ def test_what_errors_at_the_token_do_not_know():
     for more in dict(loss="huber"), dict(norm=True), dict(muon_every=2):
         with pytest.raises(ValueError, match="error token needs"):
             play(chunks.run, *problem(error="token", **more))
-    for more in dict(norm=True, memory="linear"), dict(loss="dot", muon_every=4):
-        play(chunks.run, *problem(error="token", **more))
+    play(chunks.run, *problem(error="token", norm=True, memory="linear"))
 
 
 @pytest.mark.parametrize("case", [
@@ -614,7 +612,7 @@ def loss_and_gradient(model, x):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-@pytest.mark.parametrize("name", "transformer swa linear dla titans deepomega omeganet atlas++ token".split())
+@pytest.mark.parametrize("name", "transformer swa linear titans deepomega omeganet atlas++ token".split())
 def test_chunks_compile_whole(name, eager_again):
     """Catches: a graph break in what runs on every chunk, a compiled function that is never called, other numbers."""
     model, x, graphs = shaken(small(MODELS[name][0], **MODELS[name][1])), tokens(2, 5), []
@@ -1091,9 +1089,8 @@ def test_step_by_phi():
         for scale in (p for phi in (layer.phi, *phis) for p in phi.parameters()):
             scale.copy_(torch.tensor([0.5, 0.9, 0.7]))
         _, k, _, gates, _ = layer.project(x, layer.start(x))
-        phis = [lambda k: torch.full_like(k, (math.e / 8) ** 0.5)] if features == "exp" else [
-            layer.phi] if features != "sketch" else phis
-        square = sum(phi(k).square().sum(-1) for phi in phis) / len(phis)
+        phis = phis if features == "sketch" else [layer.phi]
+        square = math.e if features == "exp" else sum(phi(k).square().sum(-1) for phi in phis) / len(phis)
         model.config.step_by = "chunk"
         close(gates.step * square, layer.make_gates(x, k).step * 4, 0.03 if features == "sketch" else 1e-6)
 
@@ -1289,17 +1286,6 @@ def test_shakespeare(tmp_path, monkeypatch, capsys, served):
         assert capsys.readouterr().err.count("\n") == 1 and not path.exists()
 
 
-def test_hidden_names_are_not_read(tmp_path, capsys):
-    """Editors and Macs leave copies under such names: of the validation text, or not UTF-8."""
-    files = {"b.txt": b"B", "a/z.txt": b"A\r\nZ", "c.TXT": b"\xef\xbb\xbfC", "notes.md": b"no", "._b.txt": b"\xff\0",
-             ".ipynb_checkpoints/b-checkpoint.txt": b"B", "a/.z.txt": b"no", "a/.git/z.txt": b"no"}
-    for name, body in files.items():
-        (path := tmp_path / ".in" / name).parent.mkdir(parents=True, exist_ok=True)     # but a folder that is named is
-        path.write_bytes(body)
-    assert data.read(tmp_path / ".in").text.split(data.BORDER) == ["A\r\nZ", "B", "C"]
-    assert "6 characters, 3 documents, 3 files" in capsys.readouterr().err
-
-
 def test_json_and_mixes(tmp_path, monkeypatch):
     """Catches: another field, a lost line between books, weights that do nothing, validation text in the training."""
     monkeypatch.chdir(tmp_path)
@@ -1317,11 +1303,12 @@ def test_json_and_mixes(tmp_path, monkeypatch):
 
 
 def test_links_and_kinds_of_files(tmp_path):
-    """Each real file once, whatever links to it. Catches: a text read 41 times, so that validation text is trained on;
-    a hang where links form a circle; a kind of file that is skipped in silence."""
-    (tmp_path / "d/sub").mkdir(parents=True)
+    """Each real file once, whatever links to it, and no hidden ones, as editors leave. Catches: a text read 41 times,
+    so that validation text is trained on; a hang where links form a circle; a kind of file skipped in silence."""
     for name, body in {"d/b.txt": "B", "d/sub/a.JSONL": '{"text": "A"}\n{"text": " "}\n{"text": "C"}',
-                       "d/z.json": '{"text": "Z"}', "d/empty.txt": "", "d/no.md": "no"}.items():
+                       "d/z.json": '{"text": "Z"}', "d/empty.txt": "", "d/no.md": "no", "d/._b.txt": "B",
+                       "d/.ipynb_checkpoints/b-checkpoint.txt": "B", "d/sub/.git/z.txt": "no"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(body)
     for link, to in {"d/self": ".", "d/sub/up": "..", "d/c.txt": "b.txt", "d/a": "sub", "e": "d"}.items():
         (tmp_path / link).symlink_to(to)
@@ -1339,7 +1326,6 @@ def test_links_and_kinds_of_files(tmp_path):
     ("t.JSONL", b'{"text": "a"}\n{"txt": "b"}', "JSONL, line 2: KeyError 'text'"),
     ("t.json", b'{"text": 1}', '"text" is no string'), ("a/t.txt", b"abcdef\xe9", "t.txt, block 2: .*0xe9 in pos.* 2"),
     ("t.jsonl", b'{"text": "\xe9"}', "line 1: .*byte 0xe9 in position 0.*iconv"),
-    ("t.jsonl", rb'{"text": "a\ud800"}', "line 1: .*surrogates not"), ("t.txt", b"\xff\xfea\0", "0xff in position 0"),
     ("t.txt.gz", b"\x1f\x8b\x08", "gunzip"), ("a/t.gz", b"", "no text in a; .*gunzip"),
     ("a/train.bin", b"ab", "no text"), ("train.bin", b"T\0o\0", "folder of"),
     ("x", b"", "a.txt,x: .*no such file.*with weights, a.txt:0.4")], ids=lambda part: None)
@@ -1456,35 +1442,13 @@ def test_shards_are_one_stream(tmp_path, monkeypatch, text):
 
 @pytest.mark.parametrize("body, word", [
     (b"", "empty"), (b"\1\0\1", "cut off: 3 bytes"), (np.arange(999, dtype="<u4").tobytes(), "four bytes"),
-    (np.arange(99_000, 99_999, dtype="<u4").tobytes(), "four bytes"), (LLM_C + b"\1\0" * 299, "cut off: 1,622"),
-    (np.array([20240801, 7, 99] + [0] * 253 + [9] * 99, "<i4").tobytes(), "four bytes")],
-    ids="empty odd uint32 large header llama".split())
+    (LLM_C + b"\1\0" * 299, "cut off: 1,622")], ids="empty odd uint32 header".split())
 def test_token_files_that_cannot_be_read(tmp_path, body, word):
     """Catches: a traceback, ids of four bytes read as twice as many of two."""
     for name in "train.bin", "val.bin":
         (tmp_path / name).write_bytes(body)
     with pytest.raises(common.UserError, match=rf"train.bin [^\n]*{word}[^\n]*\Z"):
         data.read(tmp_path)
-
-
-@pytest.mark.parametrize("numbers, code", [([2, 2], 130), ([15], 143), ([1, 15], 129)])
-def test_one_folder_one_writer_of_token_files(numbers, code, tmp_path, monkeypatch, capsys):
-    """Two runs of data.py in one --out mix their files; a stopped one must leave none, not even half of one."""
-    encode = data.Tokenizer.encode
-    (tmp_path / "t.txt").write_text(TEXT)
-    argv = "--data", str(tmp_path / "t.txt"), "--tokenizer", "byte", "--out", str(out := tmp_path / "out")
-    before = [signal.getsignal(n) for n in (1, 15)]
-
-    def signalled(*args):
-        assert len(list(out.glob("train.bin.*.tmp"))) == 1
-        list(map(signal.raise_signal, numbers))
-        return encode(*args)
-
-    with common.locked(out):
-        assert f"process {os.getpid()} " in refused(capsys, data.main, *argv)
-    monkeypatch.setattr(data.Tokenizer, "encode", signalled)
-    assert "stopped" in refused(capsys, data.main, *argv, code=code) and os.listdir(out) == []
-    assert before == [signal.getsignal(n) for n in (1, 15)]
 
 
 def test_documents_are_joined_by_end(tmp_path, monkeypatch, gpt2):
@@ -1763,7 +1727,6 @@ MISTAKES = [                                                  # program, flags, 
     (recall, "mad --model titans atlas,steps=0", "--steps"), (recall, "mqar --json words", "no results"),
     (eval, "--task online --features exp", "none, monomial"), (eval, "--task capacity --json run", "run"),
     (eval, "--task probe --ckpt run run", "one checkpoint"), (eval, "--task online --n-head 2", "--n-head"),
-    # flags of other tasks
     (eval, "--ckpt run --chunk 8", "online, capacity"), (eval, "--task probe --ckpt run --no-write", "text"),
     (eval, "--task capacity --features none", "online"), (eval, "--task mixing --pairs 8 16 32", "online, capacity"),
     (recall, "ablation --model atlas", "needle, mqar, mad"), (recall, "needle --pairs 4", "mqar"),
@@ -1783,8 +1746,8 @@ def test_a_mistake_is_one_line_that_names_it(module, argv, word, trained, text, 
 
 
 def test_resume_refuses_what_would_change_the_run(copy, text, tmp_path, capsys):
-    """A changed setting that is taken over silently, or silently ignored, is a run that is not what its log says. `lower
-    --lr`, says a run that stops."""
+    """A changed setting that is taken over silently, or silently ignored, is a run that is not what its log says. But
+    `lower --lr`, says a run that stops."""
     before = contents(copy)
     (other := tmp_path / "other").write_text(text.read_text()[::-1])
     for argv in (["--window", 5], ["--lr", 0.5], ["--model", "titans"], ["--no-muon"], ["--data", other]):
@@ -2087,9 +2050,6 @@ def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capsys):
     assert "multiple" in refused(capsys, train.main, *argv, "--grad-accum", 3)
     monkeypatch.delenv("MASTER_PORT")                         # WORLD_SIZE=2 python train.py
     assert "torchrun" in refused(capsys, train.main, *argv)
-    monkeypatch.setattr(train, "PROCESSES", 1)                # RANK=1 python train.py, which trained on nothing
-    monkeypatch.setattr(train, "RANK", 1)
-    assert "torchrun" in refused(capsys, train.main, *argv)
     monkeypatch.setenv("RANK", "x")
     assert "torchrun" in refused(capsys, runpy.run_path(train.__file__)["main"], *argv)
 
@@ -2131,7 +2091,8 @@ def test_a_run_that_is_too_large_makes_itself_smaller(fits, batch, passes, remat
     assert said.count("out of memory; now") == math.log2(passes) + remat
     assert (told["batch_size"], told["grad_accum"], told["remat"]) == (batch, passes, remat)
     assert saved(tmp_path / "a")["train"] == told
-    assert go(text, tmp_path / "b", *flags[2:], "--batch-size", batch, "--grad-accum", passes, *["--remat"] * remat) == 0
+    flags = *flags[2:], "--batch-size", batch, "--grad-accum", passes, *["--remat"] * remat
+    assert go(text, tmp_path / "b", *flags) == 0
     assert same(*(saved(tmp_path / out)["model"] for out in "ab"))
     fits = 0
     again = "--resume", "--out", tmp_path / "a", "--steps", 3, "--device", "cpu"
@@ -2188,8 +2149,8 @@ def test_prompts_and_stop_texts(trained, tmp_path, capsys, monkeypatch):
 
 
 def test_a_text_goes_on_from_a_saved_state(trained, tmp_path, capsys, monkeypatch):
-    """Catches: a state of another text or checkpoint, or one that is lost, for `| head` has seen enough; a token that is
-    lost or read twice where one text ends; a newline after a single letter; a book on the screen."""
+    """Catches: a state of another text or checkpoint, or one that is lost, for `| head` has seen enough; a token lost
+    or read twice where one text ends; a newline after a single letter; a book on the screen."""
     one, two, greedy = tmp_path / "one", tmp_path / "two", ("--temperature", 0, "--tokens", 12)
     whole = speak(capsys, trained, "--prompt", "to be", "--temperature", 0, "--tokens", 24)
     first = speak(capsys, trained, "--prompt", "to be", *greedy, "--save-state", one)
@@ -2373,9 +2334,7 @@ def test_campaigns_go_on_where_they_stopped(task, names, tmp_path, capsys, monke
     argv += [str(file)] + ["--model", *names] * ("ablation" not in task)
     assert recall.main([*argv, "--seeds", "1"]) == 0
     once, first = len(trained), json.loads(file.read_text())["records"]
-    plot = ["--plot", str(tmp_path / "a.png")] * (task[0] in "nm" and task != "mad")
-    plot = plot if importlib.util.find_spec("matplotlib") else []
-    assert recall.main([*argv, "--seeds", "1", "2", *plot]) == 0 and len(trained) == 2 * once
+    assert recall.main([*argv, "--seeds", "1", "2"]) == 0 and len(trained) == 2 * once
     records = json.loads(file.read_text())["records"]
     assert records[:len(names)] == first and [r["model"] for r in records] == names * 2 and set(trained) == set(names)
     said = capsys.readouterr().out
@@ -2383,7 +2342,6 @@ def test_campaigns_go_on_where_they_stopped(task, names, tmp_path, capsys, monke
     assert all(f"\n{title}, {name}: " in said for title in titles for name in names)
     table = said.split("seconds")[-1]
     assert all(f"\n{name} " in table for name in names) and table.count("+-") >= len(names)
-    assert not plot or 0 < (tmp_path / "a.png").stat().st_size < 100_000
     args = recall.parse(["mqar"])
     config, steps, lr = recall.variant("atlas,memory=linear,muon=False,steps=9,lr=0.1", args, vocab_size=9)
     assert (config.memory, config.muon, config.vocab_size, config.n_embd, steps, lr) == ("linear", False, 9, 64, 9, 0.1)
@@ -2402,42 +2360,26 @@ def test_one_pass_by_hand(monkeypatch):
         close(eval.one_pass(layer, rule, momentum, k, v), left.square().mean(1), 1e-5)
 
 
-def test_online_table(capsys):
-    """Catches a row that is missing, or the error of a step that diverges taken for the best."""
-    assert eval.main("--task online --pairs 3 5 --batch-size 2 --head-dim 4 --device cpu --threads 1".split()) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-12:]]
-    assert len({tuple(row[:3]) for row in rows}) == 12 and all(0 <= float(e) < 1 for row in rows for e in row[3:])
-
-
 def test_capacity(tmp_path, capsys):
-    """Prop 1 and 2: on unit keys of 4 numbers 4 features hold 4 pairs, 15 monomials 14. Catches a rank that is off."""
+    """Prop 1 and 2: on unit keys of 4 numbers 4 features hold 4 pairs, 15 monomials 14. Catches a rank that is off;
+    of --task online a row that is missing, or a step that diverges taken for the best."""
     argv = "--task capacity --pairs 4 5 14 15 --head-dim 4 --batch-size 2 --device cpu --json".split()
     assert eval.main([*argv, str(tmp_path / "a.json")]) == 0
     assert json.loads((tmp_path / "a.json").read_text())["least squares, 4 features"][0] == [4, 5, 14, 15]
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("least")]
     assert [[e == "0.00" for e in row[-4:]] for row in rows] == [[True, False, False, False], [True, True, True, False]]
+    assert eval.main("--task online --pairs 3 5 --batch-size 2 --head-dim 4 --device cpu --threads 1".split()) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-12:]]
+    assert len({tuple(row[:3]) for row in rows}) == 12 and all(0 <= float(e) < 1 for row in rows for e in row[3:])
 
 
 # ---- bench.py
 
-def test_race_takes_turns(capsys, monkeypatch):
-    """Catches a busy moment that hits one contestant alone, a mean for a median, a failure that ends the table."""
-    log, seconds = [], iter([9, 9, 1, 10, 2, 20, 600, 30])
-    monkeypatch.setattr(bench, "clock", lambda device, call: call() or next(seconds))
-    calls = dict(a=lambda: log.append("a"), full=lambda: 1 / 0, b=lambda: log.append("b"))
-    rows = bench.race(CPU, [(dict(name=name), 6, call) for name, call in calls.items()], 0)
-    assert log == list("ab" * 4) and [row["name"] for row in rows] == ["a", "b"]     # a first call, three rounds
-    assert rows[0] == dict(name="a", tokens_per_s=3, spread=(301 - 1.5) / 2 / 2, median_s=2, runs=3)
-    assert rows[1]["median_s"] == 20
-    assert "full left out: ZeroDivisionError" in capsys.readouterr().out
-
-
 def test_bench_smoke(tmp_path, capsys):
-    """Catches a part that fails or lacks a contestant, JSON that cannot be read, a picture too large to commit."""
-    file, picture = tmp_path / "b.json", tmp_path / "b.png"
-    plot = ["--plot", str(picture)] if importlib.util.find_spec("matplotlib") else []
+    """Catches a part that fails or lacks a contestant, JSON that cannot be read."""
+    file = tmp_path / "b.json"
     argv = "--quick --device cpu --model omeganet --model transformer --json".split()
-    assert bench.main([*argv, str(file), *plot]) == 0
+    assert bench.main([*argv, str(file)]) == 0
     said, result = capsys.readouterr().out, json.loads(file.read_text())
     assert set(result) == {"argv", "machine", "records"} and {"device", "threads", "torch"} <= set(result["machine"])
     names = {part: [r.get("name") for r in result["records"] if r["part"] == part] for part in bench.PARTS}
@@ -2448,7 +2390,6 @@ def test_bench_smoke(tmp_path, capsys):
     for r in result["records"]:
         assert r["median_s"] > 0 and r["runs"] >= 3 and r["tokens_per_s"] > 0
         assert set(keys[r["part"]].split()) <= set(r) and f"\n{r['part']}: " in said
-    assert not plot or 0 < picture.stat().st_size < 100_000
 
 
 # ---- episodic.py
@@ -2527,22 +2468,13 @@ def test_episodic_resume(words, tmp_path, monkeypatch, flags, capsys):
 
 
 def test_circles():
-    """Circles have 1 and 1, random numbers less, each about the same. Catches: a mean or frequency counted wrongly."""
+    """Circles have 1 and 1. Catches: a mean or frequency counted wrongly."""
     p, d = 97, 64
     angle = 2 * math.pi * torch.arange(p)[:, None] * torch.tensor([3, 14, 40]) / p
     E = torch.cat([angle.cos(), angle.sin()], 1) @ torch.randn(6, d) + 5 * torch.randn(d)
     assert episodic.circles(E)[0] > 0.9999 and episodic.circles(E, 1)[0] < 0.9
     one = torch.stack([angle[:, 1].cos(), angle[:, 1].sin()], 1) @ torch.randn(2, d)
     assert min(episodic.circles(one)) > 0.9999 and episodic.circles(one[torch.randperm(p)])[1] < 0.9
-    found = torch.tensor([episodic.circles(E) for E in torch.randn(100, p, d)])
-    made = episodic.Grok(episodic.Settings(task="grok", modulus=p), CPU, torch.float32)
-    model = models.build("transformer", vocab_size=p + 1, n_layer=1, n_embd=d, n_head=4)
-    with torch.no_grad():
-        model.embed.weight[:p] = one
-        measured = made.measure(model)
-    assert min(measured["concentration"], measured["circular_fit"]) > 0.9999
-    random = torch.tensor([measured["random_concentration"], measured["random_fit"]])
-    assert ((random - found.mean(0)).abs() < 4 * found.std(0)).all()
 
 
 def test_stablemax_and_perp_grad():
@@ -2620,7 +2552,8 @@ def test_readme_flags(capsys):
 def test_readme_names_choices_links():
     """Catches a function that is gone, a choice told nowhere, a dead link, a figure that was never filled in."""
     for name, attribute in re.findall(rf"\b({'|'.join(LINES)})\.(?!py|png|bin)(\w+)", README):
-        assert hasattr(importlib.import_module(name), attribute), f"{name}.{attribute}"
+        owners = importlib.import_module(name), *([models.Memory] if name == "layer" else [])
+        assert any(hasattr(owner, attribute) for owner in owners), f"{name}.{attribute}"
     cited = {int(n) for text in CODE.values() for part in re.findall(r"\bchoices?\s+(\d(?:[\d,\s-]|and)*)", text)
              for low, high in re.findall(r"(\d+)(?:\s-\s(\d+))?", part) for n in range(int(low), int(high or low) + 1)}
     told = [int(n) for n in re.findall(r"^(\d+)\. \*\*", README, re.M)]
@@ -2677,53 +2610,65 @@ MUTANTS = [                                                   # file, text (it i
     ("muon.py", "GRAM_STEPS = 3 ", "GRAM_STEPS = 9 ", "ns_in_float32"),
     ("muon.py", "R = torch.bmm(Q, R) if i else Q", "R = Q", "ns_is_the_plain"),
     ("muon.py", 'p.grad.lerp(buffer, group["momentum"])', "buffer.clone()", "outer_muon"),
-    ("muon.py", 'and not name.startswith("head.")', "", "who_trains"),
+    ("train.py", 'and not name.startswith("head.")', "", "who_trains"),
+    ("train.py", "tc.batch_size // 2, 2 * tc.grad_accum", "tc.batch_size // 2, tc.grad_accum", "too_large"),
     ("poly.py", "math.comb(sum(exponents), r) ** 0.5", "math.comb(sum(exponents), r)", "phi_kernel"),
     ("poly.py", "math.factorial(i) ** -0.5", "1 / math.factorial(i)", "phi_one_by_one"),
     ("poly.py", "sketch_dim ** 0.25", "sketch_dim ** 0.5", "sketch"),
+    ("poly.py", "torch.cat([r, (r @ keys.mT).exp()], -1)", "torch.cat([r, r @ keys.mT], -1)", "monomials_converge"),
     ("memory.py", "0.5 * (y - v).square().sum()", "0.5 * (y - v).square().mean()", "losses_by_hand"),
     ("memory.py", "return r + (F.rms_norm", "return (F.rms_norm", "memory_as_printed"),
     ("memory.py", "(e - n * (n * e)", "(e - (n * e)", "memory_as_printed"),
     ("memory.py", "slope(da * u, z)", "slope(da, z)", "memory_as_printed"),
-    ("omega.py", "- due * NS(u)", "+ due * NS(u)", "matrix_by_hand"),
-    ("omega.py", "max(0, n_past + t - rule.window + 1)", "max(0, n_past + t - rule.window)", "linear_attention"),
+    ("omega.py", "keep[t] * w - step[t] * newton_schulz_ref(s)", "w - step[t] * newton_schulz_ref(s)", "is_the_rule"),
+    ("omega.py", "O = (due * NS(u) if", "O = (-due * NS(u) if", "matrix_by_hand"),
+    ("omega.py", "max(0, past + t - rule.window + 1)", "max(0, past + t - rule.window)", "linear_attention"),
     ("omega.py", "step[t] * s for u, s in zip(U, S))", "step[t] * s for u, s in zip(U, g))", "matrix_by_hand"),
-    ("omega.py", "(pos + t + 1) % rule.chunk %", "(pos + t) % rule.chunk %", "matrix_by_hand"),
-    ("omega.py", "if (pos + t) % rule.chunk == 0:", "if True:", "test_titans"),
+    ("omega.py", "if (t + 1) % rule.chunk % block == 0:", "if t % rule.chunk % block == 0:", "matrix_by_hand"),
+    ("omega.py", "if t % rule.chunk == 0:", "if True:", "test_titans"),
+    ("omega.py", "now = *anchor[:-1], W[-1] - U[-1]", "now = *anchor[:-1], W[-1]", "omega_is_omega_ref"),
+    ("omega.py", "pos + rule.window - 1) for a in (ks", "pos) for a in (ks", "omega_is_omega_ref"),
+    ("omega.py", "Gates(*(last(a, pos) for", "Gates(*(last(a, min(pos, 1)) for", "omega_is_omega_ref"),
     ("omega.py", "self.ball / n.clamp_min(self.ball)", "self.ball / n", "run_away"),
     ("omega.py", "vector_norm(w.detach()", "vector_norm(w", "run_away"),
-    ("omega.py", "decay[..., s:, :] * decay[..., :-s, :]", "decay[..., s:, :]", "omega_is_omega_ref"),
-    ("omega.py", "F.pad(decay[..., :1, None]", "F.pad(torch.ones_like(decay[..., :1, None])", "omega_is_omega_ref"),
-    ("omega.py", "anchor = fast.anchor or fast.W", "anchor = fast.W", "omega_is_omega_ref"),
-    ("omega.py", "blocks)) * inside", "blocks))", "omega_is_omega_ref"),
-    ("omega.py", "rule._replace(ball=0.0) if pos else rule", "rule", "omega_is_omega_ref"),
-    ("omega.py", "torch.addcmul(w, u, s)", "w", "omega_is_omega_ref"),
-    ("omega.py", "+ old_in_U * due", "+ due", "omega_is_omega_ref"),
-    ("omega.py", "scores = P * flat(", "scores = flat(", "omega_is_omega_ref"),
-    ("omega.py", "(pair >= missing)", "(pair >= 0)", "omega_is_omega_ref"),
-    ("omega.py", "state.anchor if state.pos else before", "W if state.pos else before", "omega_is_omega_ref"),
+    ("chunks.py", "(hidden + columns[..., None, :])).exp()", "columns[..., None, :]).exp() * hidden.exp()", "extreme"),
+    ("chunks.py", "of(ones.tril() & within)", "of(ones.tril())", "omega_is_omega_ref"),
+    ("chunks.py", "if ragged(a.shape[-2])", "if False", "omega_is_omega_ref"),
+    ("chunks.py", "(decays(gates.keep, of).mT) * due)", "(decays(gates.keep, of).mT))", "omega_is_omega_ref"),
+    ("chunks.py", "kept * due if rule.muon_every", "kept if rule.muon_every", "omega_is_omega_ref"),
+    ("chunks.py", "(t % m < m - 1) & (t < c - (c == rule.chunk))", "(t % m < m - 1)", "omega_is_omega_ref"),
+    ("chunks.py", "G[..., :1] * -gates.momentum[..., :1, None]", "-G[..., :1]", "omega_is_omega_ref"),
+    ("chunks.py", "S[..., :1] * gates.momentum[..., :1, None]", "S[..., :1]", "omega_is_omega_ref"),
+    ("chunks.py", "A = -later(P) * scores", "A = later(P) * scores", "omega_is_omega_ref"),
+    ("chunks.py", "F.pad(a[..., :-1, :], (0, 0, 1, 0), value=first)", "a", "omega_is_omega_ref"),
+    ("chunks.py", "later(products(gates.keep), 1.0)", "later(products(gates.keep))", "need_no_chunk"),
+    ("chunks.py", "D0 + made.u * torch.bmm(x, S)", "D0", "need_no_chunk"),
+    ("chunks.py", "torch.cat([-c @ b @ a, c], -1)", "torch.cat([c @ b @ a, c], -1)", "omega_is_omega_ref"),
+    ("chunks.py", "if inverts(rule, v):", "if False:", "omega_is_omega_ref"),
+    ("chunks.py", "torch.addcmul(a, close.u[:, r, None], s)", "a", "omega_is_omega_ref"),
+    ("chunks.py", "scores = P * phi.inner(", "scores = phi.inner(", "omega_is_omega_ref"),
+    ("chunks.py", "(pair >= missing)", "(pair >= 0)", "omega_is_omega_ref"),
+    ("chunks.py", "a.where(~reset[:, :1, None], 0) for a in", "a for a in", "omega_is_omega_ref"),
+    ("chunks.py", " + write(x, d, P[:, 0])[0]", "", "matrix_by_hand"),
     ("shards.py", "start(rule, phi, M0, n * B", "start(rule, phi, whole.M0 or M0, n * B", "test_shards"),
-    ("poly.py", "torch.cat([r, (r @ keys.mT).exp()], -1)", "torch.cat([r, r @ keys.mT], -1)", "monomials_converge"),
-    ("models.py", "forgets = opened * (-keep)", "forgets = (-keep)", "block_by_hand"),
-    ("models.py", "torch.full((H, 1), c.step_start)", "torch.zeros(H, 1)", "test_gates"),
+    ("layer.py", "forgets = opened * (-keep)", "forgets = (-keep)", "block_by_hand"),
+    ("layer.py", "torch.full((H, 1), c.step_start)", "torch.zeros(H, 1)", "test_gates"),
+    ("layer.py", "self.phi.square(k) if", "1.0 if", "step_by_phi"),
+    ("layer.py", "inputs[:, -n:].clone() if doc", "qkv[:, -n:].clone() if doc", "test_reading"),
+    ("layer.py", "q, k = unit(q), unit(k)", "q = unit(q)", "block_by_hand"),
+    ("layer.py", "momentum, gate * looks, reset)", "momentum, gate, reset)", "test_padding"),
+    ("layer.py", "omega.Gates(keep.where(here, 1)", "omega.Gates(keep", "test_padding"),
+    ("layer.py", "gate * looks, reset)", "gate * looks)", "test_reset"),
+    ("layer.py", "tuple(self.M0) if", "tuple(p.detach() for p in self.M0) if", "test_detach"),
     ("models.py", "x = x + self.dropout(y)", "x = x + y", "test_dropout"),
     ("models.py", "remat = [], self.remat and", "remat = [], False and", "test_remat"),
-    ("models.py", "inputs[:, -n:].clone() if doc", "qkv[:, -n:].clone() if doc", "test_reading"),
-    ("models.py", "return unit(q), unit(k)", "return unit(q), k", "block_by_hand"),
+    ("models.py", "probs.cumsum(-1) - probs >=", "probs.cumsum(-1) >=", "test_sample"),
     ("wiring.py", "(j > i - w)", "(j >= i - w)", "attention_by_hand"),
     ("wiring.py", "frozen = state.frozen or (", "frozen = (", "test_reading"),
     ("wiring.py", "self.memory(y, inner, mask", "self.memory(x, inner, mask", "wirings_by_hand"),
-    ("models.py", "probs.cumsum(-1) - probs >=", "probs.cumsum(-1) >=", "test_sample"),
-    ("omega.py", "return P * inside, [a", "return P, [a", "omega_is_omega_ref"),
-    ("omega.py", "keep=gates.keep * (token % m > 0)", "keep=gates.keep", "omega_is_omega_ref"),
-    ("omega.py", "state.pos else before", "True else before", "omega_is_omega_ref"),
-    ("models.py", "momentum, gate * looks, reset)", "momentum, gate, reset)", "test_padding"),
-    ("models.py", "omega.Gates(keep.where(here, 1)", "omega.Gates(keep", "test_padding"),
-    ("models.py", "gate * looks, reset)", "gate * looks)", "test_reset"),
     ("wiring.py", "torch.where(reset[:, :1, None, None], *pair)", "pair[1]", "test_reset"),
-    ("models.py", 'of_M0(a, names, path[-1].idx) if "M0" in names else ', "", "test_detach"),
-    ("models.py", "k.roll(-1, 2)", "k", "test_probe"),
     ("wiring.py", "self.floor * m if", "self.floor * y if", "test_polarise"),
+    ("eval.py", "k.roll(-1, 2)", "k", "test_probe"),
 ]
 
 
