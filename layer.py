@@ -8,7 +8,7 @@
     layer = Memory(settings(n_embd=64, n_head=4))
     y, state = layer(x)                   # x (B, T, n_embd), a new sequence; y, state = layer(x, state) goes on
 
-It needs memory.py, poly.py, muon.py, omega.py and chunks.py beside it, and torch.
+It needs memory.py, poly.py, muon.py, omega.py and chunks.py beside it.
 """
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -131,7 +131,11 @@ class Memory(nn.Module):
         H, c = self.config.n_head, self.config
         if self.conv is not None:                             # each channel begins with a random mixture of four tokens
             nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
-        self.init_M0(self.M0)
+        for M0 in (self.M0, getattr(self, "global_M0", ())):  # x W is as long as 2 phi(k); it adds little (choice 10)
+            for W in M0:
+                last = 1.0 if c.memory_norm else 0.25
+                std = 0.0 if c.memory == "linear" else last if W is M0[-1] else 2.0
+                nn.init.normal_(W, std=std * M0[-1].shape[1] ** -0.5)
         if self.back:
             with torch.no_grad():                             # what is recalled is the token itself
                 self.conv[:, H * c.head_dim:] *= 0.2
@@ -143,14 +147,6 @@ class Memory(nn.Module):
         step, others = torch.full((H, 1), c.step_start), torch.zeros(H, sum(self.n_gates[2:]))   # 1/4 of its bound, 1/2
         with torch.no_grad():
             self.gates.bias.copy_(torch.cat([keep[:, None], step, others], 1).flatten())
-
-    def init_M0(self, M0):
-        """Set M0: x W is as long as 2 phi(k), and an MLP adds little to its residual (choice 10)."""
-        c = self.config
-        for W in M0:
-            last = 1.0 if c.memory_norm else 0.25
-            std = 0.0 if c.memory == "linear" else last if W is M0[-1] else 2.0
-            nn.init.normal_(W, std=std * M0[-1].shape[1] ** -0.5)
 
     def make_gates(self, x, k):
         """Return the omega.Gates of x: keep, step, momentum (B, H, T) and gate (B, H, T, window), token by token."""
@@ -231,7 +227,7 @@ class Memory(nn.Module):
 
     def retrieve(self, x, W, keys=None):
         """Return M*(q), Titans Eq 21: what fast weights W recall for x (B, T, n_embd) without writing."""
-        q = F.silu(self.qkv(x).chunk(2 if self.back else 3, -1)[0])              # no convolution: choice 18
+        q = F.silu(self.qkv(x)[..., : self.out.in_features])  # no convolution: choice 18
         with without_autocast(x):
             y = self.recall(unit(heads(q, self.config.n_head)), W, keys)
         return self.finish(x, y)
@@ -261,8 +257,7 @@ def select(state, rows):
     rows = torch.as_tensor(rows)
     if rows.dim() != 1 or rows.numel() and rows.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"rows is a list of indices, not {rows.tolist()}")
-    rows = rows.long()                                        # an empty list comes as float32
-    return map_state(lambda a: a[rows], state)
+    return map_state(lambda a: a[rows.long()], state)         # an empty list comes as float32
 
 
 def state_bytes(state):

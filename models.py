@@ -4,8 +4,8 @@
     layer    = a memory that learns at test time (Figure 3, right), attention, or both (wiring.py)
 
 There are two loops. The outer loop (train.py) learns every nn.Parameter, among them M0, where each memory starts. The
-inner loop (omega.py) runs inside forward. It starts from M0 at the beginning of every sequence, changes only the
-fast weights W of that sequence, and never touches a parameter. The `state` that forward returns holds what it learned.
+inner loop (omega.py) runs inside forward: from M0 at the beginning of a sequence on it changes only the fast weights W
+of that sequence, and the `state` that forward returns holds what it learned.
 """
 import math
 import re
@@ -132,9 +132,8 @@ PRESETS = {
 }
 
 # Sizes, which a preset overrides. `tiny` is Config itself: its memory is a matrix, which on a laptop learns more in the
-# same time than the paper's MLP (results/README.md). From 170m on the shapes are the paper's Table 7. Wide
-# heads have too many monomials, so phi is a sketch of 1 + D + 79 features there: GPUs like multiples of 16. Chunks are
-# long there: with the preset's 32 and 8 tokens a step of 170m would keep 195 GiB a layer.
+# same time than the paper's MLP. From 170m on the shapes are the paper's Table 7. Wide heads have too many monomials,
+# so phi is a sketch there, of 1 + D + 79 features: GPUs like multiples of 16. They need long chunks, too.
 _large = dict(memory="mlp", head_dim=0, expansion=2, features="sketch", sketch_dim=79, chunk=512, muon_every=512)
 SIZES = {
     "tiny": dict(),
@@ -151,10 +150,9 @@ SIZES = {
 
 
 def sized(preset, size):
-    """Return the fields of Config that a size and a preset set. The preset wins, except for the chunks that a size
-    names: a GPU needs long ones."""
-    chunks = {name: SIZES[size][name] for name in ("chunk", "muon_every") if name in SIZES[size]}
-    return SIZES[size] | PRESETS[preset] | chunks
+    """Return the fields of Config that a size and a preset set. The preset wins, but for the chunks of a size."""
+    long = {name: SIZES[size][name] for name in ("chunk", "muon_every") if name in SIZES[size]}
+    return SIZES[size] | PRESETS[preset] | long
 
 
 def configure(preset="atlas", size="tiny", **overrides):
@@ -166,7 +164,7 @@ def configure(preset="atlas", size="tiny", **overrides):
 
 
 def build(preset="atlas", size="tiny", **overrides):
-    """Return a language model, LM(configure(preset, size, **overrides))."""
+    """Return LM(configure(preset, size, **overrides)), a language model."""
     return LM(configure(preset, size, **overrides))
 
 
@@ -260,8 +258,7 @@ class LM(nn.Module):
 
     def check_state(self, state):
         """Raise ValueError unless the state fits this model."""
-        for block, s in self.with_blocks(state):
-            check_state(block.layer, s)
+        [check_state(block.layer, s) for block, s in self.with_blocks(state)]
 
     def loss(self, tokens, targets, mask=None, reset=None):
         """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T). Targets of -100, and those of
@@ -287,9 +284,8 @@ class LM(nn.Module):
 
     def set_floor(self, done):
         """Set the least weight of the memories' own output (--memory-floor) for a run of which this share is done."""
-        for block in self.blocks:
-            if isinstance(block.layer, Wiring):
-                block.layer.set_floor(done)
+        for layer in (block.layer for block in self.blocks if isinstance(block.layer, Wiring)):
+            layer.set_floor(done)
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())

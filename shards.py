@@ -76,10 +76,6 @@ class ShardedMemory(layer.Memory):
         super().__init__(config, number)
         self.global_M0, self.period = deepcopy(self.M0), config.shard
 
-    def init(self):
-        super().init()
-        self.init_M0(getattr(self, "global_M0", ()))          # there is none yet while a layer is made
-
     def start(self, x):
         c, state = self.config, super().start(x)
         whole = start(layer.rule(c), self.phi, list(self.global_M0), len(x), momentum=c.momentum)._replace(M0=())

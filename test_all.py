@@ -2498,9 +2498,9 @@ def test_stablemax_and_perp_grad():
 
 ROOT = Path(omega.__file__).resolve().parent
 README, MORE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/README.md"))
-LINES = dict(memory=150, muon=130, poly=130, omega=220, chunks=370, layer=280, shards=105, wiring=260, models=330,
+LINES = dict(memory=150, muon=130, poly=130, omega=220, chunks=385, layer=295, shards=105, wiring=260, models=330,
              common=330, train=560, data=440, recall=370, eval=440, episodic=280, bench=310, sample=105, test_all=2700)
-PROGRAM = 4650                                                # lines of all but test_all.py
+PROGRAM = 4607                                                # lines of all but test_all.py
 ORDER = "memory muon poly omega chunks layer shards wiring models train".split()         # no import runs to the right
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
 
@@ -2570,7 +2570,7 @@ def test_readme_names_choices_links():
 
 def test_house_rules():
     """Catches a file, function or line that has grown too long and an import that runs upward or in a circle."""
-    assert len(README.splitlines()) <= 250 and len(MORE.splitlines()) <= 295
+    assert len(README.splitlines()) <= 250 and len(MORE.splitlines()) <= 305
     assert sum(len(text.splitlines()) for name, text in CODE.items() if name != "test_all") <= PROGRAM
     for name, text in CODE.items():
         assert len(text.splitlines()) <= LINES[name], name
