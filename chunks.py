@@ -86,7 +86,7 @@ def windowed(rule, rows, gate, shifts=False):
 
 
 def waiting(rule, gates, of=every, waits=True, Mom=None):
-    """Return P (.., r, n), u (.., r, 1; None without momentum), due (.., r, 1), with 0 for all t (c, 1) not in `waits`."""
+    """Return P (.., r, n), u (.., r, 1; None without momentum) and due (.., r, 1), 0 for t (c, 1) not in `waits`."""
     if m := rule.muon_every:
         block = torch.arange(gates.keep.shape[-1], device=gates.keep.device)[:, None] // m
         waits = waits & (block == block.mT)
