@@ -49,6 +49,7 @@ from poly import grown, kernel_rows, one_hot, with_keys
 
 # ---- coefficients, which depend on the gates alone. `of` picks rows t of a matrix: all of them, or some
 every, last_row = (lambda a: a), (lambda a: a[..., -1:, :])
+eager = lambda a: a.device.type == "cpu" and not torch.compiler.is_compiling()
 logs = lambda a: a.clamp_min(torch.finfo(a.dtype).tiny).log()            # 0 counts as the smallest normal number
 
 
@@ -74,15 +75,27 @@ def decays(decay, of=every, within=True, times=None):
 
 def windowed(rule, rows, gate, shifts=False):
     """Return rows @ Gate, (.., r, c) -> (.., r, n); n = w - 1 + c, or c w where each token has pairs of its own.
-    shifts: a GPU adds up shifted rows, in one kernel, instead of making Gate; a CPU would take twice as long."""
+    shifts: a GPU adds up shifted rows, in one kernel, instead of making Gate; a CPU does so for one row."""
     *lead, c, w = gate.shape                                  # w: the window and idle pairs, see `cut`
     if rule.solves:
         return (rows[..., None] * gate[..., None, :, :]).flatten(-2)
     if w == 1:
         return rows * gate.mT
-    if shifts and (rows.device.type != "cpu" or torch.compiler.is_compiling()):
+    if shifts if not eager(rows) else rows.shape[-2] == 1:
         return sum(F.pad(rows * g[..., None, :], (i, w - 1 - i)) for i, g in enumerate(gate.unbind(-1)))
     return rows @ F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
+
+
+def carried(rows, momentum, Mom=None):
+    """Return rows @ Mom, (.., r, c). One row, as in decoding, needs no Mom: the tokens that are summed double."""
+    if rows.shape[-2] != 1 or Mom is not None or not eager(rows):
+        Mom = decays(momentum) if Mom is None else Mom
+        return rows @ Mom if rows.shape[-2] != 1 else (rows.mT * Mom).sum(-2, keepdim=True)
+    decay, s = F.pad(momentum[..., None, 1:], (0, 1)), 1      # of the next token
+    while s < rows.shape[-1]:
+        rows, decay = torch.addcmul(rows, decay, F.pad(rows[..., s:], (0, s))), decay * F.pad(decay[..., s:], (0, s))
+        s *= 2
+    return rows
 
 
 def waiting(rule, gates, of=every, waits=True, Mom=None):
@@ -94,8 +107,7 @@ def waiting(rule, gates, of=every, waits=True, Mom=None):
     due = wait.sum(-1, keepdim=True)
     if gates.momentum is None:
         return windowed(rule, wait, -gates.gate), None, due
-    Mom = decays(gates.momentum) if Mom is None else Mom
-    G = wait @ Mom if wait.shape[-2] != 1 else (wait.mT * Mom).sum(-2, keepdim=True)
+    G = carried(wait, gates.momentum, Mom)
     return windowed(rule, G, -gates.gate, shifts=True), G[..., :1] * -gates.momentum[..., :1, None], due
 
 
@@ -124,7 +136,7 @@ class Closing(NamedTuple):
 
 def closing(rule, gates, Mom=None, whole=True):
     """Return the Closing of gates (.., c); of a part of a chunk, not whole, without the last W and S."""
-    if not (whole or rule.muon_every):                        # no block ends
+    if not whole and gates.keep.shape[-1] < (rule.muon_every or rule.chunk):     # no block ends
         empty = gates.keep[..., :0, None]
         return Closing(empty, None, empty, None, None)
     P, u, due = waiting(rule, gates, ends(rule), True, Mom)
@@ -328,7 +340,7 @@ def advance(rule, phi, count, q, pairs, gates, keys, M0, W, S):
     chunks, gates = cut(rule, phi, count, q, pairs, gates, keys)
     whole, bases, found = gates.keep.shape[-1] == rule.chunk, [], []             # a part leaves W and S as they are
     # a compiled `read` makes Mom again instead of keeping it
-    Mom = None if gates.momentum is None or is_compiled(read) else decays(gates.momentum)
+    Mom = None if gates.momentum is None or is_compiled(read) or q.shape[2] == 1 else decays(gates.momentum)
     close, each = each_chunk(rule, phi, chunks, gates, Mom, whole)
     for reset, *one in each:
         if reset is not None:
