@@ -50,6 +50,7 @@ from poly import grown, kernel_rows, one_hot, with_keys
 # ---- coefficients, which depend on the gates alone. `of` picks rows t of a matrix: all of them, or some
 every, last_row = (lambda a: a), (lambda a: a[..., -1:, :])
 eager = lambda a: a.device.type == "cpu" and not torch.compiler.is_compiling()
+FEW = 64                                  # tokens up to which a CPU makes (c, c) matrices for one row, as in decoding
 logs = lambda a: a.clamp_min(torch.finfo(a.dtype).tiny).log()            # 0 counts as the smallest normal number
 
 
@@ -81,14 +82,14 @@ def windowed(rule, rows, gate, shifts=False):
         return (rows[..., None] * gate[..., None, :, :]).flatten(-2)
     if w == 1:
         return rows * gate.mT
-    if shifts if not eager(rows) else rows.shape[-2] == 1:
+    if shifts if not eager(rows) else rows.shape[-2] == 1 and c > FEW:
         return sum(F.pad(rows * g[..., None, :], (i, w - 1 - i)) for i, g in enumerate(gate.unbind(-1)))
     return rows @ F.pad(gate, (0, c)).flatten(-2)[..., : c * (w - 1 + c)].view(*lead, c, w - 1 + c)
 
 
 def carried(rows, momentum, Mom=None):
-    """Return rows @ Mom, (.., r, c). One row, as in decoding, needs no Mom: the tokens that are summed double."""
-    if rows.shape[-2] != 1 or Mom is not None or not eager(rows):
+    """Return rows @ Mom, (.., r, c). One long row does without Mom: the tokens that are summed double."""
+    if rows.shape[-2] != 1 or rows.shape[-1] <= FEW or Mom is not None or not eager(rows):
         Mom = decays(momentum) if Mom is None else Mom
         return rows @ Mom if rows.shape[-2] != 1 else (rows.mT * Mom).sum(-2, keepdim=True)
     decay, s = F.pad(momentum[..., None, 1:], (0, 1)), 1      # of the next token
