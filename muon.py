@@ -11,11 +11,10 @@ multiplies X by Q = a I + b G + c G^2, so   R <- Q R,   G <- Q G Q,   and at the
 the square of X's condition, and each step magnifies the rounding errors of G's smallest eigenvalues. So after
 GRAM_STEPS steps G is computed from X again.
 
-The second half of the file holds the outer optimizer of the same name, Muon (Jordan et al. 2024), and decides which
-parameters it trains.
+The second half of the file holds the outer optimizer of the same name, Muon (Jordan et al. 2024). train.make_optimizers
+decides which parameters it trains.
 """
 import torch
-from torch import nn
 
 COEFFICIENTS = {
     "muon": (3.4445, -4.7750, 2.0315),                        # steep at 0: small singular values grow 3.4x a step

@@ -2500,7 +2500,7 @@ ROOT = Path(omega.__file__).resolve().parent
 README, MORE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/README.md"))
 LINES = dict(memory=150, muon=130, poly=130, omega=220, chunks=398, layer=295, shards=105, wiring=260, models=330,
              common=330, train=560, data=440, recall=370, eval=440, episodic=280, bench=310, sample=105, test_all=2700)
-PROGRAM = 4620                                                # lines of all but test_all.py
+PROGRAM = 4619                                                # lines of all but test_all.py
 ORDER = "memory muon poly omega chunks layer shards wiring models train".split()         # no import runs to the right
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
 
