@@ -6,13 +6,15 @@
     python recall.py ablation                            the paper's Table 6, small: what is each part worth?
 
 A model is a preset, and may be changed: atlas,memory=mlp,steps=900 (fields of models.Config; steps and lr). With
---json FILE a campaign keeps each result as it comes; started again it does what is missing. --plot needs matplotlib.
+--json FILE a campaign keeps each result as it comes; started again it does what is missing. Campaigns may share FILE.
 """
 import itertools
 import json
 import math
+import os
 import sys
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -220,22 +222,32 @@ def campaign(args, trial, columns, chance="", x="", **how):
     and what it has is not done again. Return {name: {column: [a score a seed]}}."""
     settings = {name: {key: getattr(args, key) for key in SETTINGS} | dict(config=asdict(variant(name, args)[0]))
                 for name in args.model}
-    try:
-        records = json.loads(Path(args.json).read_text())["records"] if args.json and Path(args.json).exists() else []
-        full = lambda old: {"train_lengths": [], **old, "config": {**asdict(models.Config()), **old["config"]}}
-        done = {(r["model"], r["seed"]): r for r in [] + records if full(r["settings"]) == settings.get(r["model"])}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"--json {args.json} holds no results of such a task; give another file") from None
+
+    def joined(records):
+        """Return records with those of --json, where other campaigns write, too, and by model and seed what is done."""
+        try:
+            old = json.loads(Path(args.json).read_text())["records"] if args.json and Path(args.json).exists() else []
+            both = [*{json.dumps(r): r for r in [] + old + records}.values()]
+            full = lambda old: {"train_lengths": [], **old, "config": {**asdict(models.Config()), **old["config"]}}
+            return both, {(r["model"], r["seed"]): r for r in both if full(r["settings"]) == settings.get(r["model"])}
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"--json {args.json} holds no results of such a task; give another file") from None
+    records, done = joined([])
     for seed, name in itertools.product(args.seeds, args.model):
         if (name, seed) not in done:
             began = time.perf_counter()
             scores = dict(zip(map(str, columns), trial(name, seed)))
-            done[name, seed] = dict(model=name, seed=seed, settings=settings[name], scores=scores,
-                                    seconds=round(time.perf_counter() - began))
-            records.append(done[name, seed])
-            if args.json:
-                with replacing(Path(args.json)) as temporary:
-                    temporary.write_text(json.dumps(dict(records=records), indent=1))
+            records.append(dict(model=name, seed=seed, settings=settings[name], scores=scores,
+                                seconds=round(time.perf_counter() - began)))
+            with ExitStack() as turn:
+                with suppress(ImportError, OSError):          # no two write at once, where the system has such locks
+                    import fcntl
+                    turn.callback(os.close, folder := os.open(Path(args.json or ".").parent, os.O_RDONLY))
+                    fcntl.flock(folder, fcntl.LOCK_EX)
+                records, done = joined(records)
+                if args.json:
+                    with replacing(Path(args.json)) as temporary:
+                        temporary.write_text(json.dumps(dict(records=records), indent=1))
     found, lines, width = {}, {}, max(map(len, args.model)) + 2
     say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds" + chance)
     for name in args.model:
