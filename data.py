@@ -87,9 +87,9 @@ class Corpus(NamedTuple):
 def read(name):
     """Return the Corpus of a name as --data takes it. Raises UserError for what cannot be read, is empty or not UTF-8.
     'shakespeare' is data/shakespeare.txt beside this file, downloaded if missing. Without a network it is 'pydoc',
-    Python's own help text, which differs between its versions. A folder with token files (*train*.bin and *val*.bin,
-    no meta.pkl) stands for these, as nanoGPT or llm.c writes them, in any number of shards; they are mapped, not
-    loaded. Any other folder stands for its .txt, .json and .jsonl files, in subfolders too. Any other name is a UTF-8
+    Python's own help text, which differs between its versions. A folder with token files (.bin, no meta.pkl) stands for
+    these, as nanoGPT or llm.c writes them, mapped, in any number of shards, each train or val by the last such word of
+    its name. Any other folder stands for its .txt, .json and .jsonl files, in subfolders too. Any other name is a UTF-8
     file; .json and .jsonl give the "text" of each row. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
     weighted = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
     if all(weighted):
@@ -100,8 +100,12 @@ def read(name):
         digest = hashlib.sha256(" ".join(f"{part.sha256}:{weight}" for weight, part in mix).encode())
         train, val = zip(*(split(part.text) for _, part in mix))
         return Corpus(used, digest.hexdigest(), "".join(train + val), mix=mix)      # bpe learns from what comes first
-    files = [sorted(glob.glob(f"*{part}*.bin", root_dir=name)) for part in ("train", "val")]        # no hidden names
-    if all(files) and not Path(name, "meta.pkl").exists():
+    parts, names = ("train", "val"), sorted(glob.glob("*.bin", root_dir=name))                      # no hidden names
+    kinds = [[word for word in re.findall(r"[^\W\d_]+", file.lower()) if word in parts][-1:] for file in names]
+    files = [[file for file, kind in zip(names, kinds) if kind == [part]] for part in parts]
+    if (ours := any(files) and not Path(name, "meta.pkl").exists()) and [] in kinds:
+        raise UserError(f"{Path(name, names[kinds.index([])])} is neither train nor val by its name; rename or move it")
+    if ours and all(files):
         tokens = [[_token_file(Path(name, file)) for file in part] for part in files]
         digest, greatest = hashlib.sha256(), 0
         for ids in sum(tokens, []):
@@ -147,7 +151,7 @@ def _pieces(name):
                 if seen % (4 * BLOCK) < len(text):      # not too often
                     print(f"data: read {seen:,} characters, {i - 1} of {len(paths)} files in {name}", file=sys.stderr)
     if not n:
-        raise UserError(f"no text in {name}; give --data a text (gunzip .gz), or a folder of texts or *train*.bin")
+        raise UserError(f"no text in {name}; give --data a text (gunzip .gz), or a folder of texts or of token files")
     if n > 1 or name.is_dir():
         print(f"data: {seen:,} characters, {n:,} documents, {len(paths)} files in {name}", file=sys.stderr)
 
@@ -168,7 +172,7 @@ def _parts(path):
     file, and the line of .jsonl, that cannot be read."""
     kind, number = path.suffix.lower(), 0
     if kind == ".bin":
-        raise UserError(f"{path} is a token file by its name; give --data the folder of *train*.bin and *val*.bin")
+        raise UserError(f"{path} is a token file by its name; give --data the folder of train.bin and val.bin")
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
             blocks = file if kind == ".jsonl" else iter(partial(file.read, -1 if kind in JSON else BLOCK), "")
@@ -396,9 +400,9 @@ def make_files(args):
     """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does. The end of a BLOCK may cut a word."""
     if re.search(r",|:[\d.]+$", args.data) and not Path(args.data).exists():
         raise UserError("data.py takes one name; make token files of each, and train on --data tokens1:0.4,tokens2:0.6")
-    if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
-        raise UserError(f"{args.out} already holds token files; give another --out")
     with locked(args.out), noted_signals("stopping soon") as noted, replacing(args.out / "train.bin") as whole:
+        if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
+            raise UserError(f"{args.out} already holds token files; give another --out")
         tokenizer = make_tokenizer(args.tokenizer, "")
         with whole.open("wb") as file:                  # all ids, until val.bin has the last tenth
             for text in texts(args.data)[1]:

@@ -1396,7 +1396,7 @@ def test_bpe_merges_what_occurs_most():
     assert data.make_tokenizer("bpe", "aa " * 9 + "bbb", 999).tokens[256:] == [b"aa", b" aa"]       # not the last tenth
 
 
-def test_token_files(tmp_path, monkeypatch):
+def test_token_files(tmp_path, monkeypatch, capsys):
     """They hold the ids of the text, however it is cut into blocks, and are never overwritten nor misread."""
     monkeypatch.setattr(data, "BLOCK", 7)
     (tmp_path / "t.txt").write_text(TEXT * 20, encoding="utf-8")
@@ -1414,6 +1414,21 @@ def test_token_files(tmp_path, monkeypatch):
     (out / "meta.pkl").write_bytes(b"")                       # nanoGPT's own characters: their text is read instead
     (out / "input.txt").write_text("To be")
     assert data.read(out).text == "To be"
+    late = lambda folder: (folder / "val.bin").write_bytes(b"\0" * 18) and common.locked(folder)      # another run ends
+    monkeypatch.setattr(data, "locked", late)
+    (tmp_path / "b").mkdir(), capsys.readouterr()
+    flags = "--data", tmp_path / "t.txt", "--tokenizer", "byte", "--out", tmp_path / "b"
+    assert "already holds" in refused(capsys, data.main, *flags) and len(os.listdir(tmp_path / "b")) == 1
+
+
+def test_a_shard_is_train_or_val_by_the_last_of_these_words(tmp_path):
+    """Catches: pretrain_val_0.bin trained on, medieval_train_0.bin validated on, a file left out in silence."""
+    for i, name in enumerate(("medieval_TRAIN_0", "pretrain-val-0", "Train_set_val1", "val_train")):
+        (tmp_path / f"{name}.bin").write_bytes(bytes([i, 0] * 9))
+    assert [[a[0] for a in ids.parts] for ids in data.read(tmp_path).tokens] == [[0, 3], [2, 1]]
+    (tmp_path / "medieval_1.bin").write_bytes(b"\1\0" * 9)
+    with pytest.raises(common.UserError, match=r"medieval_1.bin is [^\n]*rename[^\n]*\Z"):
+        data.read(tmp_path)
 
 
 LLM_C = np.array([20240520, 1, 300] + [0] * 253, "<i4").tobytes()
@@ -1787,11 +1802,13 @@ def test_a_run_says_logs_and_saves_what_it_did(trained, text):
 def test_one_folder_one_run(copy, text, capsys, monkeypatch):
     """Two runs in the default --out mix log, best.pt and ckpt.pt of both. A killed run's lock must not lock anyone out,
     a mistake not leave a folder behind, and a disk without locks not prevent a run."""
-    before = contents(copy)
+    before, load = contents(copy), train.load_checkpoint
+    monkeypatch.setattr(train, "load_checkpoint", lambda *_: 1 / 0)       # too early: the other saves again
     with common.locked(copy):
         for main, *argv in ((train.main, "--resume", "--steps", 20), (train.main, *NET, *RUN, "--data", text),
                             (episodic.main, "--grok", "--device", "cpu")):
             assert f"process {os.getpid()} " in refused(capsys, main, *argv, "--out", copy)
+        monkeypatch.setattr(train, "load_checkpoint", load)
         monkeypatch.setattr(train, "RANK", 1)                 # only process 0 of torchrun writes
         monkeypatch.setattr(train, "PROCESSES", 2)
         monkeypatch.setenv("MASTER_PORT", "1")

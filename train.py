@@ -498,14 +498,17 @@ def record(model, task):
         model.zero_grad()
 
 
-def launch(given, settings=settings, make_task=Text, text=True):
+def launch(given, settings=settings, make_task=Text, text=True, held=False):
     """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
     if not 0 <= RANK < PROCESSES or PROCESSES > 1 and not (text and "MASTER_PORT" in os.environ):
         raise UserError("RANK and WORLD_SIZE are set: only torchrun sets these, and only for train.py; unset them")
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
-    resume = given.get("resume")
-    source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
+    resume, out = given.get("resume"), Path(given.get("out", TrainConfig.out))
+    if resume and out.is_dir() and not (held or RANK):        # before it is read: who holds it will save again
+        with locked(out):
+            return launch(given, settings, make_task, text, held=True)
+    source = out / "ckpt.pt" if resume else given.get("init")
     old = load_checkpoint(source, text) if source else None
     tc, config = settings(given, old)
     if resume and old["step"] >= tc.steps:
@@ -538,7 +541,7 @@ def launch(given, settings=settings, make_task=Text, text=True):
     optimizers = task.optimizers(model)
     for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
-    with nullcontext() if RANK else locked(Path(tc.out)):
+    with nullcontext() if RANK or held else locked(Path(tc.out)):
         rehearse(model, task)
         run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
         task.recorded = record(model, task) if tc.graph else None
