@@ -9,6 +9,7 @@ import sys
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import field, fields
 from pathlib import Path
+from threading import current_thread, main_thread
 
 import torch
 
@@ -42,8 +43,8 @@ def noted_signals(promise, alone=True):
         noted.append(number)
         with suppress(OSError):                               # the same Ctrl-C may have ended `2>&1 | tee log`
             os.write(2, f"\n{promise}; once more stops at once\n".encode())
-    with ExitStack() as restore:
-        for number in {signal.SIGINT, signal.SIGTERM, hangup}:
+    with ExitStack() as restore:                              # Python takes handlers in the main thread only
+        for number in {signal.SIGINT, signal.SIGTERM, hangup} if current_thread() is main_thread() else ():
             if number != hangup or signal.getsignal(number) != signal.SIG_IGN:         # nohup ignores it
                 restore.callback(signal.signal, number, signal.signal(number, note))
         yield noted

@@ -29,6 +29,7 @@ from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -1911,8 +1912,8 @@ def test_one_signal_finishes_the_step_and_two_stop_at_once(numbers, code, step, 
 def test_a_second_run_moves_the_first_aside(text, copy, monkeypatch):
     """The second `python train.py` must work, and destroy nothing, least of all when it fails in its first step."""
     before = contents(copy)
-    for n in (1, 2):
-        assert go(text, copy, "--steps", 1, "--seed", n) == 0
+    for n in (1, 2):                                          # in a thread, as from Gradio and Streamlit
+        assert ThreadPool(1).apply(go, (text, copy, "--steps", 1, "--seed", n)) == 0
     assert contents(copy / "old-1") == before
     assert [train.load_checkpoint(folder)["train"]["seed"] for folder in (copy / "old-2", copy)] == [1, 2]
     monkeypatch.setattr(train, "train_step", lambda *_: 1 / 0)
