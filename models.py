@@ -295,11 +295,11 @@ class LM(nn.Module):
         and all drawn ones but the last, which is not read: state = yield from model.generate(..). `state` comes from a
         text before the tokens. With dropout call eval() first. temperature 0 takes the likeliest token; top_k 0 and
         top_p 1 are off. Each token costs the same, as long as the state does not grow (`holds_all`). Raises ValueError,
-        at the first token, for an empty prompt, or a temperature, top_k or top_p below 0."""
+        at the first token, for an empty prompt, a number below 0 or nan, a top_p above 1."""
         if not tokens.numel():
             raise ValueError("a prompt is (B, T >= 1); to begin with nothing, give the token of a newline")
-        if min(temperature, top_k, top_p) < 0:
-            raise ValueError(f"temperature, top_k and top_p are at least 0, not {temperature}, {top_k}, {top_p}")
+        if not (max_new_tokens >= 0 and temperature >= 0 and top_k >= 0 and 0 <= top_p <= 1):      # true of nan
+            raise ValueError(f"at least 0, and top_p to 1, not {max_new_tokens=}, {temperature=}, {top_k=}, {top_p=}")
         for _ in range(max(1, max_new_tokens)):              # 0 reads the tokens, too
             with torch.inference_mode(), torch.compiler.set_stance("force_eager"):  # single tokens: too many shapes
                 for piece in tokens.split(1024, -1):          # the logits of a long prompt would fill the memory

@@ -953,6 +953,7 @@ def test_bad_arguments():
             ("not a str", model.check_state, {"step": 1}),
         (r"\(B, T >= 1", first, x[0], 3), (r"\(B, T >= 1", first, x[:, :0], 3), (r"\(B, T >= 1", model, x[0]),
         ("at least 0", first, x, 3, -1.0), ("at least 0", first, x, 3, 1.0, -1), ("target", model.loss, x, x[:, 1:]),
+        *(("top_p to 1", first, x, *bad) for bad in ((3, math.nan), (3, 1.0, 0, math.nan), (3, 1.0, 0, 1.5), (-1,))),
         ("n_layer is 2", model, x, state * 2), (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]),
     ):
         with pytest.raises(ValueError, match=word):
