@@ -63,9 +63,10 @@ def exit_code(task):
     except (UserError, Halt, OSError) as fault:
         code, message = 2 if isinstance(fault, UserError) else 1, fault
     except (MemoryError, RuntimeError) as fault:
-        if not any(words in repr(fault) for words in ("MemoryError", "out of memory", "allocate memory")):
+        if not any(words in repr(fault) for words in ("MemoryError", "out of memory", "allocate memory", "ALLOC_FAIL")):
             raise
-        code, message = 1, "out of memory; lower --batch-size, --seq-len, --chunk or the size, or train with --remat"
+        code, message = 1, ("out of memory; lower --batch-size, --seq-len, --chunk or the size, or train with --remat "
+                            "(--resume takes only that); files that were saved are intact")
     print(f"error: {message}", file=sys.stderr, flush=True)
     return code
 

@@ -2001,6 +2001,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(copy, text, capsys):
 
 @pytest.mark.parametrize("fault, code, word", [
     (torch.OutOfMemoryError("CUDA out of memory"), 1, "--remat"), (MemoryError(), 1, "--batch-size"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), 1, "intact"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "--remat"), (OSError("disk full"), 1, "full"),
     (common.Halt("a line"), 1, "a line"), (common.UserError("a line"), 2, "a line"),
     (KeyboardInterrupt(), 130, "stop")])
