@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 import train
 from common import Parser, UserError, add_flags, curve, exit_code, need, opt, picture, refuse_unused, say
-from data import BORDER, read
+from data import BORDER
 from models import PRESETS, Config, Memory
 
 RETRIEVAL = 10                        # weight of the retrieval phase; storage has 1
@@ -100,7 +100,7 @@ class Episodes(Watched):
 
     def __init__(self, tc, device, dtype, old=None):
         super().__init__(tc, device, dtype)
-        corpus = read(tc.data)
+        corpus = train.read_text(tc.data, old)
         found = re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|[^\w\s]", corpus.text.replace(BORDER, "\n").lower())
         cut = len(found) * 9 // 10                            # the last tenth is for tests
         ids = {word: i for i, (word, _) in enumerate(Counter(found[:cut]).most_common(tc.words))}

@@ -36,8 +36,8 @@ from poly import grown
 
 # ---- a checkpoint and its text
 def load(path, device, no_write=False):
-    """Return the dict of a checkpoint, its model, its tokenizer. no_write: the memory stays at M0."""
-    ckpt = train.load_checkpoint(path)
+    """Return the dict of a checkpoint, or of its path, its model, its tokenizer. no_write: the memory stays at M0."""
+    ckpt = path if isinstance(path, dict) else train.load_checkpoint(path)
     model, tokenizer = train.rebuild(ckpt)
     if no_write:
         if model.config.attention:
@@ -68,7 +68,7 @@ def text_task(args, device):
     lines, curve = {}, lambda at: list(zip(*(((a + b) / 2, at[a:b].mean().item()) for a, b in buckets(len(at)))))
     for path in args.ckpt:
         ckpt, model, tokenizer = load(path, device, args.no_write)
-        corpus, T = data.read(args.data or ckpt["train"]["data"]), ckpt["train"]["seq_len"]
+        corpus, T = train.read_text(args.data or ckpt["train"]["data"], ckpt), ckpt["train"]["seq_len"]
         _, val = corpus.splits(tokenizer, 1)
         how = val, min(args.length or 4 * T, len(val) - 1), args.batch_size, args.windows
         say(f"{ckpt['path']}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
@@ -88,7 +88,7 @@ def text_task(args, device):
         name += f" ({ckpt['path']})" if name in lines else ""
         lines[name] = curve(at)
         if args.plot and not args.no_write and not model.config.attention:
-            lines[f"{name}, cannot write"] = curve(position_loss(load(path, device, no_write=True)[1], *how)[0])
+            lines[f"{name}, cannot write"] = curve(position_loss(load(ckpt, device, no_write=True)[1], *how)[0])
     picture(args.plot, lines, "tokens before", f"loss [nats/token], mean of {n} windows", log="x", trained=T)
 
 
@@ -134,13 +134,13 @@ def twice_task(args, device):
         + "".join(f"{f'{n} tokens':>16}" for n in LENGTHS) + f"{'of 20 names':>16}")
     for path in args.ckpt:
         ckpt, model, tokenizer = load(path, device)
-        _, ids = data.read(args.data or ckpt["train"]["data"]).splits(tokenizer, 1)
+        _, ids = train.read_text(args.data or ckpt["train"]["data"], ckpt).splits(tokenizer, 1)
         if len(ids) < LENGTHS[-1]:
             raise UserError(f"--task twice needs {LENGTHS[-1]} validation tokens, not {len(ids)}; give more text")
         name = f"{title(ckpt['preset'])} ({ckpt['path']})"
         rows = {name: model}
         if not model.config.attention:
-            rows[f"{name}, cannot write"] = load(path, device, no_write=True)[1]
+            rows[f"{name}, cannot write"] = load(ckpt, device, no_write=True)[1]
         for name, model in rows.items():
             found = {n: twice(model, ids, n, args.batch_size, args.windows) for n in LENGTHS}
             means = ((at[: n - 1].mean(), at[n:].mean()) for n, at in found.items())
@@ -255,7 +255,7 @@ def probe_task(args, device):
     if model.config.attention or model.config.shard:
         raise UserError(f"--task probe: {ckpt['path']} has no memory, or one in shards ({ckpt['preset']})")
     text = args.data or ckpt["train"]["data"]
-    ids = tokenizer.encode(args.prompt) if args.prompt else data.read(text).splits(tokenizer, 1)[1]
+    ids = tokenizer.encode(args.prompt) if args.prompt else train.read_text(text, ckpt).splits(tokenizer, 1)[1]
     ids = torch.as_tensor(ids[: args.length or ckpt["train"]["seq_len"]]).long()
     found, lines, kept = probe(model, ids[None].to(device)), {}, []
     say(f"{ckpt['path']}: {ckpt['preset']}, step {ckpt['step']}, over {len(ids)} tokens: mean +- standard deviation\n"

@@ -1777,6 +1777,11 @@ def test_resume_refuses_what_would_change_the_run(copy, text, tmp_path, capsys):
     ckpt = saved(copy)
     assert ckpt["train"]["lr"] == 1e-3 and rows(copy, "step", "lr")[-1] == ("12", f"{1e-3 / 12:.6g}")
     assert ckpt["optimizers"][0]["param_groups"][1]["lr"] == pytest.approx(1e-3 / 12)
+    torch.save(ckpt | dict(train=ckpt["train"] | dict(data="gone.txt")), at := copy / "ckpt.pt")    # not here
+    for main, *argv in ((train.main, "--resume", "--out", copy, "--steps", 20), (eval.main, "--ckpt", at),
+                        (eval.main, "--task", "twice", "--ckpt", at), (eval.main, "--task", "probe", "--ckpt", at)):
+        assert re.search(f"cannot read gone.txt.*{at}.* --data", refused(capsys, main, *argv, "--device", "cpu"))
+    assert str(at) not in refused(capsys, eval.main, "--ckpt", at, "--device", "cpu", "--data", "no.txt")
 
 
 # ---- the run

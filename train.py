@@ -195,7 +195,7 @@ class Text(Task):
 
     def __init__(self, tc, device, dtype, old=None):
         super().__init__(tc, device, dtype)
-        corpus = read(tc.data)
+        corpus = read_text(tc.data, old)
         tokenizer = Tokenizer(**old["tokenizer"]) if old else make_tokenizer(tc.tokenizer, corpus.text, tc.bpe_size)
         self.tokenizer, self.splits = tokenizer, corpus.splits(tokenizer, tc.seq_len)
         self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), tokenizer.vocab_size
@@ -427,6 +427,15 @@ def load_checkpoint(path, text=True):
         why = str(fault).partition("\n")[0] if isinstance(fault, (TypeError, ValueError)) else type(fault).__name__
         raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this train.py") from None
     return dict(ckpt, path=str(path))
+
+
+def read_text(name, ckpt):
+    """Return the Corpus of a name. Where it cannot be read and a checkpoint, or None, has the name, say so."""
+    try:
+        return read(name)
+    except UserError as fault:
+        known = ckpt and ckpt["train"]["data"] == name
+        raise UserError(f"{fault}; the name is from {ckpt['path']}, --data replaces it" if known else fault) from None
 
 
 def rebuild(ckpt, config=None):
