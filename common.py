@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(usage=usage, allow_abbrev=False, formatter_class=style, **how)
 
     def error(self, message):
-        self.exit(2, f"error: {message} (python {self.prog} --help lists the flags)\n")
+        self.exit(2, f"error: {message} (--help lists the flags)\n")
 
 
 def add_flags(group, cls, presets, skip=()):

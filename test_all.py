@@ -1882,7 +1882,9 @@ def test_loggers_go_on_where_a_run_stopped(text, tmp_path, monkeypatch):
 def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, capsys):
     """Any state missing from the checkpoint shows, and so does a validation that disturbs training, here more often."""
     signal_in(monkeypatch, 5, signal.SIGINT)
-    assert go(text, tmp_path, *FLAGS) == 130 and "--resume" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["../my code/train.py"])
+    assert go(text, tmp_path, *FLAGS) == 130
+    assert f"python '../my code/train.py' --resume --out {tmp_path}\n" in capsys.readouterr().out
     with (tmp_path / "log.csv").open("a") as log:
         log.write("7,9.9,1,1,1,1,\n")                         # logged by a killed run, but not saved
     torch.manual_seed(99)

@@ -11,6 +11,7 @@ import csv
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from argparse import SUPPRESS
@@ -370,8 +371,8 @@ def train(model, optimizers, run, task):
             if out and (found or number):
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
             if number and not last:
-                again = f"; to go on: python {Path(sys.argv[0]).name} --resume --out {tc.out!r}" if tc.out else ""
-                say(f"stopped after step {step}{again}")
+                again = "; to go on: " + shlex.join(["python", sys.argv[0], "--resume", "--out", tc.out])
+                say(f"stopped after step {step}{again if tc.out else ''}")
                 return int(number)
 
 
