@@ -2575,6 +2575,8 @@ def test_readme_flags(capsys):
     spans += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", README + MORE, flags=re.S))
     commands = [re.search(r"(?:python|pytest|torchrun \S+ \d) (\w+)\.py(.*)|^(--.*)", span, re.S) for span in spans]
     assert len(commands := [c for c in commands if c]) > 30
+    ignored = (ROOT / ".gitignore").read_text()
+    assert all(f"/{out}/" in ignored for out in re.findall(r"--out ([a-z]\w+)", README + MORE))
     for command in commands:
         name, rest = command[1] or "train", command[2] or command[3] or ""
         assert set(re.findall(r"--[a-z-]+", rest)) <= flags[name], command[0]
