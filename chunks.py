@@ -26,14 +26,16 @@ that tokens multiply by the matrix, and all are read at once, by attention with 
 
 where o multiplies elementwise. With error = "token" (choice 24) the error of a pair at token t is what x_i reads after
 token t - 1, minus v_i. P', keepprod' and u' are P, keepprod and u moved down by a row. A pair has another error at each
-token whose window holds it, which makes c * window pairs. A chunk is one block. So D solves
+token whose window holds it, which makes c * window pairs. A chunk is one block. So the errors E solve
 
-    D = keepprod' o (X W_0) + u' o (X S_0) + (P' o X X^T) D - V       or    (I + A) D = D_0,   A = -P' o X X^T
+    E = keepprod' o (X W_0) + u' o (X S_0) + (P' o X X^T) D - V,   D = E / |x_i|^2    or    (I + A) E = E_0
 
-D_0 are the errors if the chunk had written nothing, and A is strictly lower triangular. The idea is DeltaNet's (Yang et
-al. 2024, arXiv 2406.06484) and, with momentum, Momentum DeltaNet's (Huang et al. 2026, arXiv 2605.05838).
+E_0 are the errors if the chunk had written nothing, and A[i, j] = -(P' o X X^T)[i, j] / |x_j|^2 is strictly lower
+triangular. The idea is DeltaNet's (Yang et al. 2024, arXiv 2406.06484) and, with momentum, Momentum DeltaNet's (Huang
+et al. 2026, arXiv 2605.05838).
 """
 import sys
+from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
@@ -157,8 +159,9 @@ inverts = lambda rule, a: rule.memory == "linear" and a.device.type in INVERT_ON
 
 
 class System(NamedTuple):
-    """What D solves."""
+    """What the errors E solve."""
     A: torch.Tensor                       # (.., n, n), or (I + A)^-1 where `inverts`
+    size: torch.Tensor                    # (.., n, 1) |x_i|^2, at least 0.5
     keepprod: torch.Tensor                # (.., n, 1) keepprod'
     u: torch.Tensor | None                # (.., n, 1) u'
 
@@ -167,12 +170,14 @@ def system(rule, gates, x, phi=None, k=None):
     """Return the System of gates (.., c) and X (.., n, in). With phi X is phi(k)."""
     with without_autocast(x):                                 # in float32: a solve adds up rounding errors
         x = x.to(gates.keep.dtype)
-        (P, u, _), scores = waiting(rule, gates), phi.inner(k, k, x, x) if phi else x @ x.mT
+        scores = phi.inner(k, k, x, x) if phi else x @ x.mT
+        size = scores.diagonal(0, -2, -1).clamp_min(0.5)
+        P, u, _ = waiting(rule, gates._replace(gate=gates.gate / size.unflatten(-1, (-1, rule.window))))
         # row t gets row t - 1, once for each pair of the window
         later = lambda a, first=0.0: F.pad(a[..., :-1, :], (0, 0, 1, 0), value=first).repeat_interleave(rule.window, -2)
         A = -later(P) * scores
         A = inverse(A) if inverts(rule, A) else A
-        return System(A, later(products(gates.keep), 1.0), u if u is None else later(u))
+        return System(A, size[..., None], later(products(gates.keep), 1.0), u if u is None else later(u))
 
 
 def inverse(A):
@@ -189,15 +194,14 @@ def inverse(A):
 
 
 def solved(rule, made, x, v, M0, W, S):
-    """Return D (N, n, out) of the last matrix, M0 + W, with momentum S; x (N, n, in) enters it. made: a System."""
+    """Return D (N, n, out) of the last matrix, M0 + W, with momentum S, by a System. x (N, n, in) enters it."""
     with without_autocast(v):
         x = x.to(W.dtype)
-        D0 = made.keepprod * torch.bmm(x, W) - v
-        D0 = D0 if S is None else D0 + made.u * torch.bmm(x, S)
-        D0 = D0 if M0 is None else D0 + torch.bmm(x, M0)
-        if inverts(rule, v):
-            return torch.bmm(made.A, D0)
-        return torch.linalg.solve_triangular(made.A, D0, upper=False, unitriangular=True)
+        E0 = made.keepprod * torch.bmm(x, W) - v
+        E0 = E0 if S is None else E0 + made.u * torch.bmm(x, S)
+        E0 = E0 if M0 is None else E0 + torch.bmm(x, M0)
+        solve = partial(torch.linalg.solve_triangular, upper=False, unitriangular=True)
+        return (torch.bmm if inverts(rule, v) else solve)(made.A, E0) / made.size
 
 
 # ---- one chunk learns

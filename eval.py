@@ -204,7 +204,7 @@ def watch(layer, x, state=None):
     y = torch.cat([asked(k[:, :, :1], state), y[:, :, :-1]], 2)
     losses = [torch.vmap(partial(memory.loss, c.loss))(a.flatten(0, 2), v.flatten(0, 2)).view(v.shape[:3])
               for a in (y, asked(k, fresh))]
-    opened = gates.step * (layer.phi.square(k) if c.step_by == "phi" else c.chunk) / c.max_step
+    opened = gates.step / c.max_step * (1 if rule(c).solves else c.chunk / 2)
     found = dict(gates._asdict(), gate=gates.gate.sum(-1), opened=opened, surprise=losses[0], untaught=losses[1])
     return {name: a for name, a in found.items() if a is not None}
 
@@ -285,8 +285,8 @@ def show(args, kept, lines, x, y="error |M(k) - v|² / |v|²", log="x"):
 
 
 # ---- the rule by itself
-PLAIN = dict(n_head=1, head_dim=32, features="none", chunk=1, muon_every=1, ns_steps=5, ns_coefficients="muon",
-             max_norm=0.0)
+PLAIN = dict(n_head=1, head_dim=32, features="none", window=8, error="chunk", chunk=1, muon_every=1, ns_steps=5,
+             ns_coefficients="muon", max_norm=0.0)
 STEPS, MOMENTUM = torch.logspace(-3, 1.5, 25), 0.9       # constant inner steps that are tried, the constant momentum
 
 

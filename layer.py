@@ -28,18 +28,18 @@ from memory import at_least_float32, unit, without_autocast
 
 def settings(**given):
     """Return the settings of a Memory: ATLAS with a matrix, changed by `given`. models.Config explains each."""
-    usual = dict(n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=1, memory_norm=False, loss="l2",
-                 window=8, chunk=32, error="chunk", momentum=True, muon=True, muon_every=8, ns_steps=3,
+    usual = dict(n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=4, memory_norm=False, loss="l2",
+                 window=1, chunk=64, error="token", momentum=True, muon=True, muon_every=0, ns_steps=3,
                  ns_coefficients="cubic", features="monomial", degree=2, sketch_dim=64, keep=True, forget="start",
-                 conv=True, lookback=0, window_gate="token", max_step=2.0, step_by="chunk", step_start=0.0,
-                 max_norm=50.0)
+                 conv=True, lookback=2, window_gate="token", max_step=1.0, step_start=0.0, max_norm=50.0)
     return SimpleNamespace(**usual | given)
 
 
 def rule(c):
-    """Return the omega.Rule of settings. Its muon_every is at most chunk, and 0 without Newton-Schulz."""
-    return omega.Rule(c.memory, c.loss, c.window, c.chunk, min(c.muon_every, c.chunk) if c.muon else 0, c.ns_steps,
-                      c.ns_coefficients, c.forget, c.memory_norm, c.max_norm, c.error)
+    """Return the omega.Rule of settings. Its muon_every is 0 without Newton-Schulz."""
+    block = min(c.muon_every or c.chunk, c.chunk) if c.muon else 0
+    return omega.Rule(c.memory, c.loss, c.window, c.chunk, block, c.ns_steps, c.ns_coefficients, c.forget,
+                      c.memory_norm, c.max_norm, c.error)
 
 
 # ---- parts that attention uses, too
@@ -111,17 +111,16 @@ class Memory(nn.Module):
         super().__init__()
         self.config = config
         c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
-        self.back = c.lookback == layer + 1                   # then k_t is q_{t-1}, and hardly forgotten (choice 23)
-        made = (2 if self.back else 3) * inner
-        self.qkv = nn.Linear(d, made, bias=False)
-        self.conv = nn.Parameter(torch.zeros(self.conv_width, made)) if c.conv else None
+        self.looks_back = c.conv and c.lookback == layer + 1
+        self.qkv = nn.Linear(d, 3 * inner, bias=False)
+        self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
         self.n_gates = [1, 1, int(c.momentum), c.window if c.window_gate == "token" else 0]      # as in make_gates
         self.gates = nn.Linear(d, H * sum(self.n_gates))
         self.phi = poly.Features(c.features, c.head_dim, c.degree, c.sketch_dim, seed=layer)
         shapes = memory.shapes(c.memory, self.phi.out_dim, c.expansion * c.head_dim, c.head_dim)
         self.M0 = nn.ParameterList(nn.Parameter(torch.zeros(H, *shape)) for shape in shapes)
         self.period = c.chunk                                 # tokens between two places where a text may begin
-        self.norm = Norm(H, 1, c.head_dim, eps=0.1 if self.back else 2**-23)           # 0.1: weak reads stay weak
+        self.norm = Norm(H, 1, c.head_dim)
         self.out_gate = nn.Linear(d, inner, bias=False)
         self.out = nn.Linear(inner, d, bias=False)
         self.init()
@@ -136,27 +135,27 @@ class Memory(nn.Module):
                 last = 1.0 if c.memory_norm else 0.25
                 std = 0.0 if c.memory == "linear" else last if W is M0[-1] else 2.0
                 nn.init.normal_(W, std=std * M0[-1].shape[1] ** -0.5)
-        if self.back:
-            with torch.no_grad():                             # what is recalled is the token itself
-                self.conv[:, H * c.head_dim:] *= 0.2
-                self.conv[-1, H * c.head_dim:] = 1
-                for scale in (self.phi.scale[:-1] if hasattr(self.phi, "scale") else ()):
-                    scale.zero_()                             # the highest degree alone tells keys apart
+        if self.looks_back:                                   # k_t starts as q_{t-1}, so a query finds what came next
+            n = self.out.in_features                          # of each of q, k, v  (choice 23)
+            with torch.no_grad():
+                self.qkv.weight[n:2 * n], self.conv[0, :n] = self.qkv.weight[:n], 0
+                self.conv[:-1, n:2 * n] = self.conv[1:, :n]
+                self.conv[-1, n:2 * n] *= 0.1                 # not 0: the first key needs a direction
         nn.init.normal_(self.gates.weight, std=0.02)
         keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)       # 0.73 .. 0.998, by head  (choice 16)
         step, others = torch.full((H, 1), c.step_start), torch.zeros(H, sum(self.n_gates[2:]))   # 1/4 of its bound, 1/2
         with torch.no_grad():
             self.gates.bias.copy_(torch.cat([keep[:, None], step, others], 1).flatten())
 
-    def make_gates(self, x, k):
+    def make_gates(self, x):
         """Return the omega.Gates of x: keep, step, momentum (B, H, T) and gate (B, H, T, window), token by token."""
         c = self.config
         weight, bias = map(at_least_float32, self.gates.parameters())
         made = heads(F.linear(x.to(weight.dtype), weight, bias), c.n_head)
         keep, step, momentum, gate = made.split(self.n_gates, -1)
         opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
-        step = c.max_step / (self.phi.square(k) if c.step_by == "phi" else c.chunk) * opened     # eta
-        forgets = opened * (-keep).squeeze(-1).sigmoid() / (1024 if self.back else 1)        # to recall is to keep
+        step = c.max_step * opened * (1 if rule(c).solves else 2 / c.chunk)                      # eta
+        forgets = opened * (-keep).squeeze(-1).sigmoid()
         keep = 1 - forgets if c.keep else torch.ones_like(opened)                                # alpha
         momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None                        # theta
         gate = gate.sigmoid() if c.window_gate == "token" else gate.new_ones(*keep.shape, c.window)              # gamma
@@ -164,7 +163,7 @@ class Memory(nn.Module):
 
     def start(self, x):
         """Return the state before the first token, for a batch of len(x) sequences."""
-        conv = x.new_zeros(len(x), self.conv_width - 1 + self.back, 3 * self.config.n_head * self.config.head_dim)
+        conv = x.new_zeros(len(x), self.conv_width - 1, 3 * self.config.n_head * self.config.head_dim)
         fast = omega.start(rule(self.config), self.phi, list(self.M0), len(x), momentum=self.config.momentum)
         return MemoryState(fast._replace(M0=()), conv, fits(self.config))
 
@@ -203,22 +202,18 @@ class Memory(nn.Module):
 
     def project(self, x, state, doc=None, pairs=None):
         """Return q, k, v (B, H, T, D), the gates, and what the convolution carries on. doc, pairs: from `numbered`."""
-        qkv, n, same, taps = self.qkv(x), self.conv_width - 1 + self.back, None, self.conv
-        if self.back:                                         # taps for x_{t-4} .. x_t; those of k are q's, a token ago
-            (q, v), (own, taps_v) = qkv.chunk(2, -1), taps.chunk(2, -1)
-            qkv, now = torch.cat([q, q, v], -1), lambda a: F.pad(a, (0, 0, 1, 0))
-            taps = torch.cat([now(own), F.pad(own, (0, 0, 0, 1)), now(taps_v)], -1)
+        qkv, n, same = self.qkv(x), self.conv_width - 1, None
         before = state.conv.to(qkv.dtype)
         if doc is not None:
             here, docs = pairs[:, -x.shape[1]:, None] >= 0, F.pad(doc, (n, 0))
             qkv, same = qkv * here, docs.unfold(1, n + 1, 1) == doc[..., None]
         inputs = torch.cat([before, qkv], 1)
         tail = inputs[:, -n:].clone() if doc is None else inputs[:, -n:] * (docs[:, -n:] == doc[:, -1:])[..., None]
-        qkv = F.silu(qkv) if self.conv is None else short_conv(inputs, taps, same)
+        qkv = F.silu(qkv) if self.conv is None else short_conv(inputs, self.conv, same)
         q, k, v = (heads(a, self.config.n_head) for a in qkv.chunk(3, -1))
         with without_autocast(x):
             q, k = unit(q), unit(k)                                                              # choice 8
-            return q, k, at_least_float32(v), self.make_gates(x, k), tail
+            return q, k, at_least_float32(v), self.make_gates(x), tail
 
     def finish(self, x, y):
         """Apply the norm of each head, the output gate and the projection: y (B, H, T, D) -> (B, T, n_embd)."""
@@ -267,7 +262,7 @@ def state_bytes(state):
 
 def fits(config):
     """Return the settings on which the state of a layer depends, those that it has."""
-    names = ("attention attn_window chunk degree expansion features forget head_dim lookback memory momentum muon "
+    names = ("attention attn_window chunk degree expansion features forget head_dim memory momentum muon "
              "muon_every n_head shard sketch_dim window wiring").split()
     return {name: value for name, value in vars(config).items() if name in names}
 

@@ -41,16 +41,16 @@ class Config:
     wiring: str = opt("lmm", "lmm: the memory alone; mag, mal, mac: with attention, as in Titans", WIRINGS)
     persistent: int = opt(4, "MAG, MAL and MAC only: learned tokens before the sequence")
     memory: str = opt("linear", "what the memory is: a matrix, an MLP (Eq 42) or a gated MLP (Eq 43)", MEMORIES)
-    expansion: int = opt(1, "hidden width of an MLP memory, in multiples of --head-dim", low=1)
+    expansion: int = opt(4, "hidden width of an MLP memory, in multiples of --head-dim", low=1)
     memory_norm: bool = opt(False, "normalise (RMS) what an MLP memory adds to its residual")
     loss: str = opt("l2", "inner loss (attentional bias)", LOSSES)
     window: int = opt(8, "tokens that the Omega rule looks back on (the paper's c); 1: Titans", low=1)
     chunk: int = opt(64, "tokens that share one gradient point (the paper's b)", low=1)
-    error: str = opt("chunk", "the memory that errors are measured at: the chunk's first, or each token's (exact)",
+    error: str = opt("chunk", "memory at which errors are measured: the chunk's first (Eq 16), or each token's (Eq 15)",
                      ("chunk", "token"))
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
     muon: bool = opt(True, "Newton-Schulz on the inner momentum, Eq 32")
-    muon_every: int = opt(64, "tokens from one Newton-Schulz to the next, at most --chunk; 1: Eq 40", low=1)
+    muon_every: int = opt(0, "tokens from one Newton-Schulz to the next, at most --chunk; 1: Eq 40; 0: a chunk")
     ns_steps: int = opt(5, "iterations of Newton-Schulz", low=1)
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", tuple(COEFFICIENTS))
     features: str = opt("monomial", "feature map phi of keys and queries", FEATURES)
@@ -59,12 +59,10 @@ class Config:
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
     forget: str = opt("start", "what keep < 1 decays to: M0, or zero as the paper prints", ("start", "zero"))
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
-    lookback: int = opt(0, "the block, from 1, whose memory recalls what came next (choice 23); 0: none")
+    lookback: int = opt(2, "the block, from 1, whose keys start as the query of the token before (choice 23); 0: none")
     window_gate: str = opt("token", "weights of a window (gamma): learned for each token, or uniform",
                            ("token", "uniform"))
-    max_step: float = opt(2.0, "upper bound of the step size (eta), in units of --step-by")
-    step_by: str = opt("chunk", "1 / chunk; or 1 / |phi(k)|^2, for --error token: 1 such step learns a pair",
-                       ("chunk", "phi"))
+    max_step: float = opt(1.0, "bound of the step (eta), in units of 2 / chunk; with --error token 1 learns a pair")
     step_start: float = opt(0.0, "initial bias of the step size's gate; if lower, less is written at first", low=-20)
     max_norm: float = opt(50.0, "bound of |W - M0| (--forget zero: |W|) of each matrix where a chunk ends; 0: none")
     polarise: float = opt(0.0, "MAG and MAC only: adds this times mean(1 - |2g - 1|) to the loss, g the attention gate")
@@ -95,8 +93,6 @@ class Config:
             (not alone and E > 10**6, "more than a million features; lower --degree or --head-dim"),
             (self.shard and (alone or self.wiring == "mac" or self.features == "exp"),
              "--shard needs a memory with finite features, and another --wiring than mac"),
-            (self.lookback > self.n_layer or self.lookback and (alone or not self.conv),
-             "--lookback is at most --n-layer, and needs a memory and --conv"),
             (self.features == "sketch" and self.degree != 2, "--features sketch needs --degree 2"),
             (not alone and self.muon and self.features == "exp", "--features exp needs --no-muon: it is infinite"),
             (not alone and fault, fault),
@@ -112,14 +108,15 @@ class Config:
 
 # Table 1: the paper's models as differences from Config's defaults. Where no memory is named, the size decides.
 _simple = dict(momentum=False, muon=False)
-_muon = dict(chunk=32, muon_every=8, ns_steps=3, ns_coefficients="cubic")     # chosen by measuring: results/README.md
+_muon = dict(error="token", ns_steps=3, ns_coefficients="cubic")              # chosen by measuring: results/README.md
 _kernel = dict(memory="mlp", features="exp", keep=False, **_simple)
 PRESETS = {
     "transformer":     dict(attention=True, head_dim=0, attn_window=0),
     "swa":             dict(attention=True, head_dim=0),
     #                       memory           loss        window
     "linear":          dict(memory="linear", loss="dot", window=1, features="none", keep=False, **_simple),  # Eq 45
-    "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none", keep=False, **_simple),  # Eq 47
+    "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none", keep=False, error="token",
+                            **_simple),                                                                      # Eq 47
     "titans":          dict(                 loss="l2",  window=1, features="none", muon=False),             # Eq 12, 13
     "dla":             dict(memory="mlp",    loss="dot", window=1, memory_norm=True, **_simple),             # Eq 19
     "swla":            dict(memory="linear", loss="dot", window=8, features="none", **_simple),  # Eq 55, D.2
@@ -127,17 +124,17 @@ PRESETS = {
     "swdt":            dict(_kernel,         loss="dot", window=8, memory_norm=True),                        # Table 1
     "deepomega":       dict(_kernel,         loss="l2",  window=8),              # Eq 27, the paper's "Dot"
     "omeganet":        dict(                 loss="l2",  window=8, **_simple),                               # Eq 10
-    "atlas":           dict(                 loss="l2",  window=8, **_muon),                                 # Eq 32, 33
-    "atlas++":         dict(memory="gated",  loss="l2",  window=8, **_muon),                                 # Eq 43
+    "atlas":           dict(                 loss="l2",  window=1, **_muon),                                 # Eq 32, 33
+    "atlas++":         dict(memory="gated",  loss="l2",  window=1, **_muon),                                 # Eq 43
 }
 
 # Sizes, which a preset overrides. `tiny` is Config itself: its memory is a matrix, which on a laptop learns more in the
 # same time than the paper's MLP. From 170m on the shapes are the paper's Table 7. Wide heads have too many monomials,
 # so phi is a sketch there, of 1 + D + 79 features: GPUs like multiples of 16. They need long chunks, too.
-_large = dict(memory="mlp", head_dim=0, expansion=2, features="sketch", sketch_dim=79, chunk=512, muon_every=512)
+_large = dict(memory="mlp", head_dim=0, expansion=2, features="sketch", sketch_dim=79, chunk=512)
 SIZES = {
     "tiny": dict(),
-    "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1, chunk=128, muon_every=128),
+    "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1, expansion=1, chunk=128),
     "34m": dict(n_layer=6, n_head=6, n_embd=384, tie=True, **_large),
     "54m": dict(n_layer=6, n_head=8, n_embd=512, tie=True, **_large),
     "67m": dict(n_layer=8, n_head=8, n_embd=512, tie=True, **_large),
@@ -150,9 +147,8 @@ SIZES = {
 
 
 def sized(preset, size):
-    """Return the fields of Config that a size and a preset set. The preset wins, but for the chunks of a size."""
-    long = {name: SIZES[size][name] for name in ("chunk", "muon_every") if name in SIZES[size]}
-    return SIZES[size] | PRESETS[preset] | long
+    """Return the fields of Config that a size and a preset set. The preset wins."""
+    return SIZES[size] | PRESETS[preset]
 
 
 def configure(preset="atlas", size="tiny", **overrides):

@@ -63,11 +63,11 @@ class Rule(NamedTuple):
     def fault(self):
         """Return why chunks.py cannot run this rule with error = "token", and the remedy; "" if it can."""
         if self.error == "token" and self.loss not in ("l2", "dot"):
-            return f"error token needs loss l2 or dot, not {self.loss}"
+            return f"error token needs loss l2 or dot, not {self.loss}; or give error chunk"
         if self.error == "token" and self.norm and self.memory != "linear":
-            return "error token needs a memory without memory_norm"
+            return "error token needs a memory without memory_norm; or give error chunk"
         if self.error == "token" and 0 < self.muon_every < self.chunk:
-            return f"error token needs a muon_every of chunk, {self.chunk}, not {self.muon_every}; or no muon"
+            return f"error token needs a muon_every of chunk, {self.chunk}, not {self.muon_every}; or give error chunk"
         return ""
 
 
@@ -133,7 +133,8 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         W = keep_t W,   and at the last token of a block   W = W - due NS(U),  U = 0      Eq 32, 40 (choice 15)
         y_t = M(phi(q_t); W - U)                                                          read after write
     Without Newton-Schulz a chunk is one block, whose update is U itself: Eq 10, 12. error = "token" takes dl/dy with
-    W - U of the token before as the last matrix. muon_every = chunk = 1 is `paper`. q, k, v (B, H, T >= 1, D), gates,
+    W - U of the token before as the last matrix, and divides a pair's gradient by |x|^2, where x enters that matrix
+    (choice 24). muon_every = chunk = 1 is `paper`. q, k, v (B, H, T >= 1, D), gates,
     state -> y (B, H, T, D), state. Raises ValueError for `exp` features."""
     pos, past, (ks, vs, gates) = state.pos, state.k.shape[2] - state.pos, join(state, k, v, gates)
 
@@ -142,12 +143,18 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         (keep, step, momentum, gate, reset), ys, block = gates, [], rule.muon_every or rule.chunk
         zeros, error = lambda matrices: tuple(map(torch.zeros_like, matrices)), partial(memory.error, rule.loss)
         NS = lambda U: newton_schulz_ref(U, rule.ns_steps, rule.ns_coefficients)
+        with_M0 = lambda W: [a + b for a, b in zip(M0, W)] if M0 else W
 
         def M(W, x, r):
-            return memory.apply(rule.memory, [a + b for a, b in zip(M0, W)] if M0 else W, x, r, rule.norm)
+            return memory.apply(rule.memory, with_M0(W), x, r, rule.norm)
 
         def loss(W, pairs, weights):
             return sum(w * memory.loss(rule.loss, M(W, xs[i], ks[i]), vs[i]) for i, w in zip(pairs, weights))
+
+        def size(W, i):                                       # |x|^2, at least 0.5, of what enters the last matrix
+            W, rows = with_M0(W), []
+            memory.through(rule.memory, xs[i], lambda j, x: rows.append(x) or x @ W[j])
+            return rows[-1].square().sum().clamp_min(0.5)
 
         def push(W, pairs, weights, errors):                  # has the loss' gradient with dl/dy fixed to `errors`
             return sum(w * (M(W, xs[i], ks[i]) * e).sum() for i, w, e in zip(pairs, weights, errors))
@@ -161,8 +168,9 @@ def omega_ref(rule, phi, q, k, v, gates, state):
                 U, due = zeros(W), 0.0
             pairs = range(max(0, past + t - rule.window + 1), past + t + 1)      # choice 12: windows cross chunks
             weights = gate[t, rule.window - len(pairs):]
-            if rule.error == "token":                         # choice 24: with the last matrix of now
+            if rule.solves:                                   # choice 24: with the last matrix of now
                 now = *anchor[:-1], W[-1] - U[-1]
+                weights = [w / size(anchor, i) for i, w in zip(pairs, weights)]
                 g = grad(push)(anchor, pairs, weights, [error(M(now, xs[i], ks[i]), vs[i]) for i in pairs])
             else:
                 g = grad(loss)(anchor, pairs, weights)                                           # Eq 9, 16

@@ -91,12 +91,6 @@ class Features(nn.Module):
             out = out * dots + a[i]
         return out
 
-    def square(self, k):
-        """Return phi(k) . phi(k) of unit keys k (.., dim) -> (..), or one number for all; of a sketch its mean."""
-        if self.kind == "elementwise":                        # of masked keys, which are 0, it may be 0
-            return self(k).square().sum(-1).clamp_min(1e-6)
-        return math.e if self.kind == "exp" else 1.0 if self.kind == "none" else self.scale.square().sum()
-
 
 # ---- exp: phi* is infinite, but the memory is a sum of phi*(k_i)^T d_i, and the first matrix holds d_i in row i. Its
 # first D rows are the degree-1 part, where M0 lives (choice 19).

@@ -159,8 +159,7 @@ MAD = {
 
 
 # ---- small models, trained on a task
-# their network where neither flag nor --model says otherwise. Chunks are short: what was written is asked for soon
-SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8, chunk=16, muon_every=8)
+SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8)     # their network where no flag or --model says otherwise
 LENGTHS = (32, 64, 128)                         # of texts in training, in turn
 
 

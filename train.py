@@ -33,7 +33,7 @@ from models import LM, PRESETS, SIZES, Config, Memory, holds_all, sized
 from muon import Muon
 
 RANK, PROCESSES = (int(n) if n.isdecimal() else -1 for n in map(os.environ.get, ("RANK", "WORLD_SIZE"), "01"))
-FORMAT = 5                                                    # of checkpoints
+FORMAT = 6                                                    # of checkpoints
 SAMPLE = 200                                                  # tokens of the sample at the end
 
 
@@ -54,7 +54,7 @@ class TrainConfig:
     batch_size: int = opt(8, "sequences in a forward pass", low=1)
     grad_accum: int = opt(1, "forward passes in a step", low=1)
     seq_len: int = opt(256, "tokens in a sequence", low=1)
-    repeats: float = opt(0.0, "share of windows that read a passage twice, at first many times; for --lookback", high=1)
+    repeats: float = opt(0.0, "share of windows that read a passage twice, at first many times", high=1)
     documents: bool = opt(False, "train on each document (row of .jsonl, file) with a new memory, at a chunk's border")
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest", ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
