@@ -269,7 +269,7 @@ def fits(config):
     """Return the settings on which the state of a layer depends, those that it has."""
     names = ("attention attn_window chunk degree expansion features forget head_dim lookback memory momentum muon "
              "muon_every n_head shard sketch_dim window wiring").split()
-    return {name: value for name, value in vars(config).items() if name in names}
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def check_state(layer, state, batch=None):

@@ -2042,7 +2042,8 @@ def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(train, "PROCESSES", 2)
     assert train.main(argv) == 143 and "cpu x 2" in capsys.readouterr().out
-    assert second.communicate(timeout=60)[0] == "" and second.returncode == 143
+    said = second.communicate(timeout=60)[0].splitlines()     # torch 2.9 says which processes it has found
+    assert second.returncode == 143 and all(line.startswith("[Gloo]") for line in said)
     assert saved(tmp_path / "two")["step"] == 3
     for a, b in zip(*(rows(tmp_path / out, "step", "loss", "grad_norm") for out in ("one", "two")), strict=True):
         one, two = list(map(float, a)), list(map(float, b))
