@@ -276,6 +276,9 @@ def check_state(layer, state, batch=None):
     """Raise ValueError if the state does not fit the layer, or a batch of another size; say what differs."""
     if not hasattr(state, "fits"):
         raise ValueError(f"a layer takes a state of its own, not a {type(state).__name__}")
+    fast = getattr(getattr(state, "memory", state), "fast", None)                # of a wiring; of attention None
+    if fast and getattr(fast, "whole", fast).W[0].element_size() < 4:
+        raise ValueError("the state's fast weights were cast to 16 bits; with FSDP give cast_forward_inputs=False")
     here, there = fits(layer.config) | dict(batch=batch), state.fits | dict(batch=batch and state.batch)
     differ = [f"its {name} is {there.get(name)}, not {a}" for name, a in here.items() if there.get(name) != a]
     if differ:

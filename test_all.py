@@ -36,6 +36,7 @@ import pytest
 import tiktoken
 import torch
 import torch.nn.functional as F
+from torch.distributed import fsdp
 from torch.utils._pytree import tree_leaves
 
 import bench
@@ -809,6 +810,31 @@ def test_low_precision(preset, more):
         assert all(p.grad.isfinite().all() for p in model.parameters())
         if not model.config.attention:
             assert all(a.dtype == torch.float32 for a in tensors(getattr(state[0], "memory", state[0]).fast))
+
+
+@pytest.mark.parametrize("name", ["atlas", "atlas-mag", "omeganet-mac", "shards"])
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped")
+def test_fsdp(name, tmp_path, request):
+    """Sharded models say in two calls what plain ones say. Catches: fast weights that are cast to bfloat16 on the way;
+    attention's keys of another type."""
+    dist, x, (preset, more) = torch.distributed, tokens(2, 13), MODELS[name]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    for dtype, casts in ((None, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+        model = deepcopy(plain := small(preset, **more))
+        how = fsdp.MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=casts)
+        for part in model.blocks:
+            fsdp.fully_shard(part, mesh=mesh, mp_policy=how)
+        fsdp.fully_shard(model, mesh=mesh, mp_policy=replace(how, output_dtype=torch.float32))   # states' tensors, too
+        first, state = model(x[:, :6])
+        if dtype and casts:
+            with pytest.raises(ValueError, match="cast_forward_inputs=False"):
+                model(x[:, 6:], state)
+            continue
+        y, _ = in_pieces(plain.to(dtype), (6,), x)
+        close(torch.cat([first, model(x[:, 6:], state)[0]], 1), y.float(), 1e-6)
+        model.loss(x, x).backward()
 
 
 @every_model

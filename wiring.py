@@ -75,7 +75,7 @@ class Attention(nn.Module):
         q, k = rope(pos, self.q_norm(q), self.k_norm(k))                                         # choice 17
         doc, keys = numbered(x, mask, reset, state and state.seen, state.k.shape[2] if state else 0)
         if state:
-            k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
+            k, v = (torch.cat([old.to(a.dtype), a], 2) for old, a in ((state.k, k), (state.v, v)))
         prefix = self.project_prefix(prefix, len(x)) if prefix is not None else (None, None)
         y = attend(q, k, v, w, *prefix, doc, keys)
         kept = [a[:, :, max(0, k.shape[2] - w + 1):].clone() if w else a for a in (k, v)]   # a view holds all
@@ -212,7 +212,7 @@ class Wiring(nn.Module):
         vs = torch.stack([v for _, _, v in projected], 2)
         doc, keys = numbered(x, mask, reset, *((old.seen, old.k.shape[3]) if (old := state.attention) else (None, 0)))
         if old:
-            ks, vs = torch.cat([old.k, ks], 3), torch.cat([old.v, vs], 3)
+            ks, vs = (torch.cat([b.to(a.dtype), a], 3) for b, a in ((old.k, ks), (old.v, vs)))
         n, k, v = ks.shape[3], ks.flatten(2, 3), vs.flatten(2, 3)
         sees = torch.ones(T, n, dtype=torch.bool, device=x.device).tril(n - T)
         if doc is not None:
