@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 import chunks
@@ -151,8 +152,8 @@ class Memory(nn.Module):
     def make_gates(self, x, k):
         """Return the omega.Gates of x: keep, step, momentum (B, H, T) and gate (B, H, T, window), token by token."""
         c = self.config
-        weight, bias = map(at_least_float32, self.gates.parameters())
-        made = heads(F.linear(x.to(weight.dtype), weight, bias), c.n_head)
+        raised = {n: p.float() for n, p in self.gates.named_parameters() if p.dtype in (torch.bfloat16, torch.half)}
+        made = heads(functional_call(self.gates, raised, at_least_float32(x)), c.n_head)     # it may have a LoRA by now
         keep, step, momentum, gate = made.split(self.n_gates, -1)
         opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
         step = c.max_step / (self.phi.square(k) if c.step_by == "phi" else c.chunk) * opened     # eta

@@ -37,6 +37,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 from torch.distributed import fsdp
+from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
 import bench
@@ -1103,6 +1104,18 @@ def test_gates():
     for start in (0.0, -3.0):                                 # where x says nothing, a bias decides
         step = small("atlas", step_start=start).blocks[0].layer.make_gates(torch.zeros(1, 1, 16), k).step
         close(step, torch.full((1, 2, 1), 2 / 4 * torch.tensor(start).sigmoid().item() ** 2), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapted_gates(dtype):
+    """Catches: gates that take the weights out of their module, or that round to 8 bits in a model of bfloat16."""
+    weight_norm, low = torch.nn.utils.parametrizations.weight_norm, dtype == torch.bfloat16
+    for adapt, error in ((lambda m: prune.identity(m, "weight"), 1e-6), (weight_norm, 0.01 if low else 1e-6),
+                         (lambda m: torch.nn.Sequential(m, torch.nn.PReLU(init=1.0)), 1e-6)):    # LoRA wraps it, too
+        layer, x = small("atlas").blocks[0].layer.to(dtype), torch.randn(2, 7, 16, dtype=dtype)
+        want = deepcopy(layer).float().make_gates(x.float(), k := unit(2, 2, 7, 8))
+        layer.gates = adapt(layer.gates)
+        close(layer.make_gates(x, k), want, error)
 
 
 @torch.no_grad()
