@@ -16,6 +16,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -2587,6 +2588,28 @@ def test_readme_flags(capsys):
         name, rest = command[1] or "train", command[2] or command[3] or ""
         assert set(re.findall(r"--[a-z-]+", rest)) <= flags[name], command[0]
         assert set(re.findall(r"--model ([a-z+]+)", rest)) <= set(models.PRESETS), command[0]
+
+
+def test_commands_fit(monkeypatch, capsys):
+    """Runs all commands of docstrings and READMEs up to where the work begins. Catches flags and sizes that clash."""
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", README + MORE, flags=re.S))
+    lines = "".join([*re.findall(r"```sh\n(.*?)```", README, re.S), *(ast.get_docstring(ast.parse(a)) or ""
+                                                                     for a in CODE.values())])
+    spans += re.findall(r"^ *((?:python|torchrun) .*?)(?:  | [<#]|$)", lines, re.M)
+    commands = [re.fullmatch(r"(?:python|torchrun \S+ \d) (?!test_all)(\w+)\.py(.*)", span, re.S) for span in spans]
+    monkeypatch.setattr(data, "read", lambda name: data.Corpus("t", "", "to be or not to be " * 99))
+    monkeypatch.setattr(train, "launch", lambda given, read=train.settings, *_, **how: read(given) and None)
+    monkeypatch.setattr(recall, "campaign", lambda args, *_, **how: {
+        name: dict(text=[1.0 * len(recall.variant(name, args))]) for name in args.model})
+    for owner in "data.make_files sample.speak bench.measure train.plot common.need episodic.need".split():
+        monkeypatch.setattr(owner, lambda *_: None)
+    for task in eval.TASKS:
+        monkeypatch.setitem(eval.TASKS, task, lambda *_: None)
+    monkeypatch.chdir(ROOT)                                   # --json of a folder that is there
+    assert len(commands := [c for c in commands if c]) > 60
+    for command in commands:
+        main, argv = importlib.import_module(command[1]).main, shlex.split(command[2].replace("NAME", "mixing"))
+        assert main(argv) == 0, f"{command[0]}: {capsys.readouterr().err}"
 
 
 def test_readme_names_choices_links():

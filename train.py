@@ -4,7 +4,7 @@
     python train.py --data my.txt --window 1 --no-muon   your own text; nearly every field of models.Config is a flag
     python train.py --plot out out2                      draw the curves of runs
     python train.py --resume                             go on where OUT/ckpt.pt stopped (--steps N: train longer)
-    python train.py --init out --data my.txt --out tuned begin a new run with the weights of another
+    python train.py --init out --data my.txt --out new   begin a new run with the weights of another
     torchrun --nproc-per-node 8 train.py --size 340m --data tokens --tokenizer gpt2                on 8 GPUs
 """
 import csv
