@@ -45,7 +45,7 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
     each at most once in a row. 0 fills the rest. Targets are -100 where no answer is asked. Queries stand 2g places
     behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler)."""
     if not (1 <= n_queries <= n_pairs <= vocab // 2 - 1 and 2 * (n_pairs + n_queries) <= seq_len):
-        raise UserError(f"mqar: {n_pairs=} and {n_queries=} do not fit into {vocab=}, {seq_len=}; raise --vocab or --seq-len")
+        raise UserError(f"mqar: {n_pairs=}, {n_queries=} do not fit {vocab=}, {seq_len=}; raise --vocab or --seq-len")
     keys = 1 + distinct(batch, n_pairs, vocab // 2 - 1, generator)
     values = vocab // 2 + distinct(batch, n_pairs, vocab - vocab // 2, generator)
     asked = distinct(batch, n_queries, n_pairs, generator)

@@ -958,6 +958,7 @@ BAD = [(dict(preset=preset, **more), word) for preset, more, word in (
     ("atlas", dict(n_head=5, head_dim=0), "--n-head"), ("atlas", dict(max_norm=math.nan), "--max-norm"),
     ("atlas", dict(features="exp"), "--no-muon"), ("swa", dict(wiring="mag"), "memory"),
     ("atlas", dict(shard=4, wiring="mac"), "--shard"), ("omeganet", dict(degree=30), "--degree"),
+    ("atlas", dict(degree=4, head_dim=64), "107 GB in each layer; lower --degree"),
     ("titans", dict(TOKEN, loss="huber"), "l2 or dot"), ("titans", dict(TOKEN, memory="mlp", memory_norm=True), "norm"),
     ("atlas", dict(error="token"), "muon_every of chunk, 32, not 8"))]
 
