@@ -185,9 +185,9 @@ class Memory(nn.Module):
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. mask (B, T) bool, False at tokens
         that write nothing, forget nothing, and that no token looks at; reset (B, T) bool, True where a text begins.
-        Raises ValueError as `check_input`, and for a reset where no chunk (with shards: no shard) begins."""
-        c = self.config
-        check_input(self, x, state, mask, reset)
+        Raises ValueError as `check_input`, and for a reset where no chunk (with shards: no shard) begins. A token of
+        NaN or infinity spoils all outputs of its chunk, those before it, too, unless it is masked."""
+        c, x = self.config, check_input(self, x, state, mask, reset)
         state = state or self.start(x)
         if reset is not None:
             inside = (torch.arange(x.shape[1], device=x.device) + state.fast.pos) % self.period > 0
@@ -286,13 +286,14 @@ def check_state(layer, state, batch=None):
         raise ValueError("the state fits another layer or input: " + ", ".join(differ))
 
 
-def check_input(layer, x, state, *marks):
-    """Raise ValueError if a layer's x is not (B >= 1, T >= 1, n_embd), if its mask or reset is not (B, T) bool, or if a
-    state does not fit the layer and x."""
+def check_input(layer, x, state, mask, reset):
+    """Return a layer's x, 0 where its mask is False, whatever stands there. Raise ValueError if x is not (B >= 1, T >=
+    1, n_embd), if mask or reset is not (B, T) bool, or if a state does not fit the layer and x."""
     if x.dim() != 3 or not x.numel() or x.shape[2] != layer.config.n_embd:
         raise ValueError(f"a layer reads (B, T >= 1, {layer.config.n_embd}), not {tuple(x.shape)}; one text is x[None]")
-    for a in marks:
+    for a in (mask, reset):
         if a is not None and (a.shape != x.shape[:2] or a.dtype != torch.bool):
             raise ValueError(f"mask and reset are bool {tuple(x.shape[:2])}, not {a.dtype} {tuple(a.shape)}")
     if state:
         check_state(layer, state, len(x))
+    return x if mask is None else x.masked_fill(~mask[..., None], 0)

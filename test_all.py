@@ -38,7 +38,6 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 from torch.distributed import fsdp
-from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
 import bench
@@ -756,6 +755,10 @@ def test_padding(preset, more):
     close(say(x, gaps), say(torch.where(gaps, x, tokens(3, 16)), gaps))
     with pytest.raises(ValueError, match="bool"):
         model(x, None, real.long())
+    layer, x = model.blocks[0].layer, randn(3, 16, 16)                            # nor does NaN there
+    clean, spoilt = (layer(a, None, gaps)[0][gaps] for a in (x, x.where(gaps[..., None], torch.nan)))
+    close([spoilt, *torch.autograd.grad(spoilt.sum(), list(layer.parameters()))],
+          [clean, *torch.autograd.grad(clean.sum(), list(layer.parameters()))])
 
 
 @every_model
@@ -817,26 +820,23 @@ def test_low_precision(preset, more):
 @pytest.mark.parametrize("name", ["atlas", "atlas-mag", "omeganet-mac", "shards"])
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped")
 def test_fsdp(name, tmp_path, request):
-    """Sharded models say in two calls what plain ones say. Catches: fast weights that are cast to bfloat16 on the way;
-    attention's keys of another type."""
+    """Sharded models say in two calls what plain ones say. Catches: fast weights or keys of another type."""
     dist, x, (preset, more) = torch.distributed, tokens(2, 13), MODELS[name]
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     request.addfinalizer(dist.destroy_process_group)
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    for dtype, casts in ((None, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+    for dtype, casts in ((None, True), (torch.bfloat16, False), (torch.bfloat16, True)):
         model = deepcopy(plain := small(preset, **more))
-        how = fsdp.MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=casts)
-        for part in model.blocks:
-            fsdp.fully_shard(part, mesh=mesh, mp_policy=how)
-        fsdp.fully_shard(model, mesh=mesh, mp_policy=replace(how, output_dtype=torch.float32))   # states' tensors, too
+        for part, out in (model.blocks[0], None), (model, torch.float32):
+            fsdp.fully_shard(part, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(dtype, None, out, casts))
         first, state = model(x[:, :6])
         if dtype and casts:
             with pytest.raises(ValueError, match="cast_forward_inputs=False"):
                 model(x[:, 6:], state)
-            continue
-        y, _ = in_pieces(plain.to(dtype), (6,), x)
-        close(torch.cat([first, model(x[:, 6:], state)[0]], 1), y.float(), 1e-6)
-        model.loss(x, x).backward()
+        else:
+            both = torch.cat([first, model(x[:, 6:], state)[0]], 1)
+            close(both, in_pieces(plain.to(dtype), (6,), x)[0].float(), 1e-6)
+            model.loss(x, x).backward()
 
 
 @every_model
@@ -957,8 +957,7 @@ BAD = [(dict(preset=preset, **more), word) for preset, more, word in (
     ("atlas", dict(n_layer=True), "int"), ("atlas", dict(memory="cubic"), "gated"),
     ("atlas", dict(n_head=5, head_dim=0), "--n-head"), ("atlas", dict(max_norm=math.nan), "--max-norm"),
     ("atlas", dict(features="exp"), "--no-muon"), ("swa", dict(wiring="mag"), "memory"),
-    ("atlas", dict(shard=4, wiring="mac"), "--shard"), ("omeganet", dict(degree=30), "--degree"),
-    ("atlas", dict(degree=4, head_dim=64), "107 GB in each layer; lower --degree"),
+    ("atlas", dict(shard=4, wiring="mac"), "--shard"), ("atlas", dict(degree=4, head_dim=64), "107 GB"),
     ("titans", dict(TOKEN, loss="huber"), "l2 or dot"), ("titans", dict(TOKEN, memory="mlp", memory_norm=True), "norm"),
     ("atlas", dict(error="token"), "muon_every of chunk, 32, not 8"))]
 
@@ -1108,16 +1107,12 @@ def test_gates():
         close(step, torch.full((1, 2, 1), 2 / 4 * torch.tensor(start).sigmoid().item() ** 2), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapted_gates(dtype):
+def test_adapted_gates():
     """Catches: gates that take the weights out of their module, or that round to 8 bits in a model of bfloat16."""
-    weight_norm, low = torch.nn.utils.parametrizations.weight_norm, dtype == torch.bfloat16
-    for adapt, error in ((lambda m: prune.identity(m, "weight"), 1e-6), (weight_norm, 0.01 if low else 1e-6),
-                         (lambda m: torch.nn.Sequential(m, torch.nn.PReLU(init=1.0)), 1e-6)):    # LoRA wraps it, too
-        layer, x = small("atlas").blocks[0].layer.to(dtype), torch.randn(2, 7, 16, dtype=dtype)
-        want = deepcopy(layer).float().make_gates(x.float(), k := unit(2, 2, 7, 8))
-        layer.gates = adapt(layer.gates)
-        close(layer.make_gates(x, k), want, error)
+    layer, x = small("atlas").blocks[0].layer.bfloat16(), torch.randn(2, 7, 16).bfloat16()
+    want = deepcopy(layer.float()).make_gates(x.float(), k := unit(2, 2, 7, 8))
+    layer.gates = torch.nn.Sequential(layer.gates, torch.nn.PReLU(init=1.0))     # a module around it, as with LoRA
+    close([layer.make_gates(x, k), layer.bfloat16().make_gates(x, k)], [want, want], 1e-6)
 
 
 @torch.no_grad()
@@ -1982,7 +1977,7 @@ def test_what_is_not_finite_stops_the_run_before_it_saves(text, tmp_path, monkey
         return real(self, x, y) + ((self.norm.weight.sum() * 0).sqrt() if len(calls) == 7 else 0)
     monkeypatch.setattr(models.LM, "loss", loss)
     said = refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", tmp_path, code=1)
-    assert "step 6" in said and "lower --lr" in said and saved(tmp_path)["step"] == 4
+    assert "step 6 is the first" in said and "lower --lr" in said and saved(tmp_path)["step"] == 4
     assert all(p.isfinite().all() for p in calls[0].parameters())
 
 
@@ -2083,8 +2078,7 @@ def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(train, "PROCESSES", 2)
     assert train.main(argv) == 143 and "cpu x 2" in capsys.readouterr().out
-    said = second.communicate(timeout=60)[0].splitlines()     # torch 2.9 says which processes it has found
-    assert second.returncode == 143 and all(line.startswith("[Gloo]") for line in said)
+    assert re.sub(r"\[Gloo\].*\n", "", second.communicate(timeout=60)[0]) == "" and second.returncode == 143
     assert saved(tmp_path / "two")["step"] == 3
     for a, b in zip(*(rows(tmp_path / out, "step", "loss", "grad_norm") for out in ("one", "two")), strict=True):
         one, two = list(map(float, a)), list(map(float, b))
@@ -2540,9 +2534,9 @@ def test_stablemax_and_perp_grad():
 
 ROOT = Path(omega.__file__).resolve().parent
 README, MORE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/README.md"))
-LINES = dict(memory=150, muon=130, poly=130, omega=220, chunks=398, layer=295, shards=105, wiring=260, models=330,
-             common=330, train=560, data=440, recall=370, eval=440, episodic=280, bench=310, sample=105, test_all=2700)
-PROGRAM = 4619                                                # lines of all but test_all.py
+LINES = dict(memory=150, muon=130, poly=130, omega=220, chunks=398, layer=299, shards=105, wiring=260, models=331,
+             common=330, train=561, data=440, recall=370, eval=440, episodic=280, bench=310, sample=105, test_all=2745)
+PROGRAM = 4626                                                # lines of all but test_all.py
 ORDER = "memory muon poly omega chunks layer shards wiring models train".split()         # no import runs to the right
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
 
@@ -2574,43 +2568,30 @@ def test_readme_change_of_the_rule(diff, case, monkeypatch):
     assert not torch.allclose(ys[0], ys[2]), "nothing has changed"
 
 
-def test_readme_flags(capsys):
-    """Catches a flag or model that was renamed in a program, and not in a command here."""
-    flags = dict(test_all={"--mutants"})
-    for name in ("train", "sample", "eval", "recall", "bench", "data", "episodic"):
-        with pytest.raises(SystemExit):
-            importlib.import_module(name).main(["--help"])
-        flags[name] = set(sum(re.findall(r"^  (--[a-z-]+)(?:, (--no-[a-z-]+))?", capsys.readouterr().out, re.M), ()))
-    spans = re.findall(r"^[a-z][^#\n]*", "".join(re.findall(r"```sh\n(.*?)```", README, re.S)), re.M)
+def test_commands(monkeypatch, capsys):
+    """Runs all commands of READMEs and docstrings up to where the work begins. Catches a flag or model that was renamed
+    in a program, and not in a command; sizes that do not fit."""
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    flags = set(sum(re.findall(r"^  (--[a-z-]+)(?:, (--no-[a-z-]+))?", capsys.readouterr().out, re.M), ()))
+    spans = re.findall(r"^ *((?:python|torchrun) .*?)(?:  | [<#]|$)", "\n".join([README, *CODE.values()]), re.M)
     spans += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", README + MORE, flags=re.S))
-    commands = [re.search(r"(?:python|pytest|torchrun \S+ \d) (\w+)\.py(.*)|^(--.*)", span, re.S) for span in spans]
-    assert len(commands := [c for c in commands if c]) > 30
-    for command in commands:
-        name, rest = command[1] or "train", command[2] or command[3] or ""
-        assert set(re.findall(r"--[a-z-]+", rest)) <= flags[name], command[0]
-        assert set(re.findall(r"--model ([a-z+]+)", rest)) <= set(models.PRESETS), command[0]
-
-
-def test_commands_fit(monkeypatch, capsys):
-    """Runs all commands of docstrings and READMEs up to where the work begins. Catches flags and sizes that clash."""
-    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", README + MORE, flags=re.S))
-    lines = "".join([*re.findall(r"```sh\n(.*?)```", README, re.S), *(ast.get_docstring(ast.parse(a)) or ""
-                                                                     for a in CODE.values())])
-    spans += re.findall(r"^ *((?:python|torchrun) .*?)(?:  | [<#]|$)", lines, re.M)
-    commands = [re.fullmatch(r"(?:python|torchrun \S+ \d) (?!test_all)(\w+)\.py(.*)", span, re.S) for span in spans]
+    commands = [re.search(r"(?:python|torchrun \S+ \d) (?!test_all)(\w+)\.py(.*)|^(--.*)", a, re.S) for a in spans]
+    assert len(commands := [c for c in commands if c]) > 90
     monkeypatch.setattr(data, "read", lambda name: data.Corpus("t", "", "to be or not to be " * 99))
     monkeypatch.setattr(train, "launch", lambda given, read=train.settings, *_, **how: read(given) and None)
     monkeypatch.setattr(recall, "campaign", lambda args, *_, **how: {
         name: dict(text=[1.0 * len(recall.variant(name, args))]) for name in args.model})
     for owner in "data.make_files sample.speak bench.measure train.plot common.need episodic.need".split():
         monkeypatch.setattr(owner, lambda *_: None)
-    for task in eval.TASKS:
-        monkeypatch.setitem(eval.TASKS, task, lambda *_: None)
-    monkeypatch.chdir(ROOT)                                   # --json of a folder that is there
-    assert len(commands := [c for c in commands if c]) > 60
-    for command in commands:
-        main, argv = importlib.import_module(command[1]).main, shlex.split(command[2].replace("NAME", "mixing"))
-        assert main(argv) == 0, f"{command[0]}: {capsys.readouterr().err}"
+    monkeypatch.setattr(eval, "TASKS", dict.fromkeys(eval.TASKS, lambda *_: None))
+    monkeypatch.chdir(ROOT)                                   # --json and --plot name a folder that is there
+    for c in commands:
+        if c[3]:
+            assert set(re.findall(r"--[a-z-]+", c[3])) <= flags, c[0]
+            assert set(re.findall(r"--model ([a-z+]+)", c[3])) <= set(models.PRESETS), c[0]
+        elif importlib.import_module(c[1]).main(shlex.split(c[2].replace("NAME", "mixing"))):
+            pytest.fail(f"{c[0]}: {capsys.readouterr().err}")
 
 
 def test_readme_names_choices_links():

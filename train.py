@@ -286,7 +286,8 @@ def lr_scale(step, tc):
 def check_finite(step, loss, norm):
     """Raise Halt if the loss or the gradient norm of a step is not finite."""
     if not math.isfinite(float(loss + norm)):
-        raise Halt(f"step {step}: loss {float(loss)}, gradient norm {float(norm)}; stopped, saved files are intact; "
+        raise Halt(f"step {step} is the first that is not finite: loss {float(loss)}, gradient norm {float(norm)}; "
+                   "stopped, saved files are intact; "
                    f"lower {'--lr or --outer-muon-lr' if step > 1 else '--max-step'}")
 
 

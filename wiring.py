@@ -69,7 +69,7 @@ class Attention(nn.Module):
     def forward(self, x, state=None, mask=None, reset=None, prefix=None):
         """Read x (B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState. mask and
         reset: as in models.LM."""
-        check_input(self, x, state, mask, reset)
+        x = check_input(self, x, state, mask, reset)
         w, pos = self.config.attn_window, state.pos if state else 0
         q, k, v = self.project(x)
         q, k = rope(pos, self.q_norm(q), self.k_norm(k))                                         # choice 17
@@ -146,7 +146,7 @@ class Wiring(nn.Module):
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. mask and reset: as in models.LM.
         Raises ValueError as `check_input`, and for a reset where p stand before a text or inside of a MAC segment."""
-        check_input(self, x, state, mask, reset)
+        x = check_input(self, x, state, mask, reset)
         if reset is not None and self.persistent is not None:
             raise ValueError("reset needs persistent=0: learned tokens stand before the first text of a row alone")
         self.undecided = []
