@@ -318,7 +318,7 @@ def cut(rule, phi, count, q, pairs, gates, keys):
     the tokens and of up to window - 1 before. Missing ones become zeros of gate 0, and up to 7 idle ones more make
     their number a multiple of 8, which is faster."""
     T, w, cast, device = gates.keep.shape[2], rule.window, lambda a: a, q.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         cast = lambda a: a.to(torch.get_autocast_dtype(device))
     c, idle = T // count, 0 if rule.solves else -(w - 1) % 8
     past, gate = idle + w - 1, F.pad(gates.gate, (idle, 0))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 import chunks
@@ -150,8 +151,8 @@ class Memory(nn.Module):
     def make_gates(self, x):
         """Return the omega.Gates of x: keep, step, momentum (B, H, T) and gate (B, H, T, window), token by token."""
         c = self.config
-        weight, bias = map(at_least_float32, self.gates.parameters())
-        made = heads(F.linear(x.to(weight.dtype), weight, bias), c.n_head)
+        raised = {n: p.float() for n, p in self.gates.named_parameters() if p.dtype in (torch.bfloat16, torch.half)}
+        made = heads(functional_call(self.gates, raised, at_least_float32(x)), c.n_head)     # it may have a LoRA by now
         keep, step, momentum, gate = made.split(self.n_gates, -1)
         opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
         step = c.max_step * opened * (1 if rule(c).solves else 2 / c.chunk)                      # eta
@@ -183,9 +184,9 @@ class Memory(nn.Module):
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. mask (B, T) bool, False at tokens
         that write nothing, forget nothing, and that no token looks at; reset (B, T) bool, True where a text begins.
-        Raises ValueError as `check_input`, and for a reset where no chunk (with shards: no shard) begins."""
-        c = self.config
-        check_input(self, x, state, mask, reset)
+        Raises ValueError as `check_input`, and for a reset where no chunk (with shards: no shard) begins. A token of
+        NaN or infinity spoils all outputs of its chunk, those before it, too, unless it is masked."""
+        c, x = self.config, check_input(self, x, state, mask, reset)
         state = state or self.start(x)
         if reset is not None:
             inside = (torch.arange(x.shape[1], device=x.device) + state.fast.pos) % self.period > 0
@@ -264,26 +265,30 @@ def fits(config):
     """Return the settings on which the state of a layer depends, those that it has."""
     names = ("attention attn_window chunk degree expansion features forget head_dim memory momentum muon "
              "muon_every n_head shard sketch_dim window wiring").split()
-    return {name: value for name, value in vars(config).items() if name in names}
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def check_state(layer, state, batch=None):
     """Raise ValueError if the state does not fit the layer, or a batch of another size; say what differs."""
     if not hasattr(state, "fits"):
         raise ValueError(f"a layer takes a state of its own, not a {type(state).__name__}")
+    fast = getattr(getattr(state, "memory", state), "fast", None)                # of a wiring; of attention None
+    if fast and getattr(fast, "whole", fast).W[0].element_size() < 4:
+        raise ValueError("the state's fast weights were cast to 16 bits; with FSDP give cast_forward_inputs=False")
     here, there = fits(layer.config) | dict(batch=batch), state.fits | dict(batch=batch and state.batch)
     differ = [f"its {name} is {there.get(name)}, not {a}" for name, a in here.items() if there.get(name) != a]
     if differ:
         raise ValueError("the state fits another layer or input: " + ", ".join(differ))
 
 
-def check_input(layer, x, state, *marks):
-    """Raise ValueError if a layer's x is not (B >= 1, T >= 1, n_embd), if its mask or reset is not (B, T) bool, or if a
-    state does not fit the layer and x."""
+def check_input(layer, x, state, mask, reset):
+    """Return a layer's x, 0 where its mask is False, whatever stands there. Raise ValueError if x is not (B >= 1, T >=
+    1, n_embd), if mask or reset is not (B, T) bool, or if a state does not fit the layer and x."""
     if x.dim() != 3 or not x.numel() or x.shape[2] != layer.config.n_embd:
         raise ValueError(f"a layer reads (B, T >= 1, {layer.config.n_embd}), not {tuple(x.shape)}; one text is x[None]")
-    for a in marks:
+    for a in (mask, reset):
         if a is not None and (a.shape != x.shape[:2] or a.dtype != torch.bool):
             raise ValueError(f"mask and reset are bool {tuple(x.shape[:2])}, not {a.dtype} {tuple(a.shape)}")
     if state:
         check_state(layer, state, len(x))
+    return x if mask is None else x.masked_fill(~mask[..., None], 0)

@@ -40,9 +40,8 @@ LP = 3                                                  # MIRAS' Moneta: |y - v|
 
 
 def without_autocast(x):
-    """Return a context without autocast."""
-    there = torch.amp.is_autocast_available(x.device.type)                       # not on the meta device
-    return torch.autocast(x.device.type, enabled=False) if there else nullcontext()
+    """Return a context without autocast, which the meta device has not."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def at_least_float32(x):
@@ -135,7 +134,8 @@ def gradients(kind, loss_kind, W, x, v, norm=False, last=None):
     This is backpropagation written out. W (N, in, out) each, x (N, n, E), v (N, n, D) as `target` gives it -> of each
     matrix (a, d): its inputs (N, n, in) and the errors of its outputs (N, n, out). last(a), if given, returns the d of
     the last matrix from its inputs a, in the place of the errors at W."""
-    last = last or (lambda a: output_error(loss_kind, torch.bmm(a, W[-1]), v, norm and kind != "linear"))
+    at_W = lambda a: output_error(loss_kind, torch.bmm(a, W[-1]), v, norm and kind != "linear")
+    last = at_W if last is None else last                     # not `or`: torch 2.9 compiles no truth of a function
     if kind == "linear":
         return [(x, last(x))]
     z, u = torch.bmm(x, W[0]), torch.bmm(x, W[1]) if kind == "gated" else None

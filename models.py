@@ -54,7 +54,7 @@ class Config:
     ns_steps: int = opt(5, "iterations of Newton-Schulz", low=1)
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", tuple(COEFFICIENTS))
     features: str = opt("monomial", "feature map phi of keys and queries", FEATURES)
-    degree: int = opt(2, "polynomial degree of phi (the paper's p)", low=1)
+    degree: int = opt(2, "polynomial degree of phi (the paper's p)", low=1, high=13)
     sketch_dim: int = opt(64, "with --features sketch: number of features of degree 2", low=1)
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
     forget: str = opt("start", "what keep < 1 decays to: M0, or zero as the paper prints", ("start", "zero"))
@@ -80,7 +80,7 @@ class Config:
             raise UserError(f"--n-embd {self.n_embd} is no multiple of --n-head {self.n_head}; give --head-dim")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         alone, wired, fault = self.attention, self.wiring != "lmm", layer.rule(self).fault()
-        E = features_dim(self.features, self.head_dim, self.degree, self.sketch_dim)
+        E = self.n_head * features_dim(self.features, self.head_dim, self.degree, self.sketch_dim)
         for wrong, message in (
             (self.dropout >= 1, f"--dropout must be below 1, not {self.dropout}"),
             (alone and wired, f"--wiring {self.wiring} needs a memory model, not attention alone"),
@@ -90,7 +90,8 @@ class Config:
             ((self.polarise or self.memory_floor != "0") and self.wiring not in ("mag", "mac"),
              "--memory-floor and --polarise need --wiring mag or mac"),
             (wired and not self.attn_window, f"--wiring {self.wiring} needs an --attn-window"),
-            (not alone and E > 10**6, "more than a million features; lower --degree or --head-dim"),
+            (not alone and E > 200_000, f"phi of 4,096 tokens would take {E * 4096 * 4 / 1e9:,.0f} GB in each layer; "
+             "lower --degree, --head-dim, --sketch-dim or --n-head"),
             (self.shard and (alone or self.wiring == "mac" or self.features == "exp"),
              "--shard needs a memory with finite features, and another --wiring than mac"),
             (self.features == "sketch" and self.degree != 2, "--features sketch needs --degree 2"),

@@ -1,7 +1,7 @@
 """recall.py - can a small model recall what it saw once? Synthetic tasks, and campaigns that train models on them.
 
     python recall.py needle --model transformer,head_dim=16 atlas --seeds 1 2 3 --plot  pairs hidden in long noise
-    python recall.py mqar --pairs 2 4 8                                                 many pairs at once
+    python recall.py mqar --pairs 2 4 8 --vocab 32 --seq-len 32                         many pairs at once
     python recall.py mad                                 the six synthetic tasks of MAD: the paper's Table 4, small
     python recall.py ablation                            the paper's Table 6, small: what is each part worth?
 
@@ -47,7 +47,7 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
     each at most once in a row. 0 fills the rest. Targets are -100 where no answer is asked. Queries stand 2g places
     behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler)."""
     if not (1 <= n_queries <= n_pairs <= vocab // 2 - 1 and 2 * (n_pairs + n_queries) <= seq_len):
-        raise UserError(f"mqar: {n_pairs=} and {n_queries=} do not fit into {vocab=}, {seq_len=}; give more of these")
+        raise UserError(f"mqar: {n_pairs=}, {n_queries=} do not fit {vocab=}, {seq_len=}; raise --vocab or --seq-len")
     keys = 1 + distinct(batch, n_pairs, vocab // 2 - 1, generator)
     values = vocab // 2 + distinct(batch, n_pairs, vocab - vocab // 2, generator)
     asked = distinct(batch, n_queries, n_pairs, generator)

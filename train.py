@@ -4,7 +4,7 @@
     python train.py --data my.txt --window 1 --no-muon   your own text; nearly every field of models.Config is a flag
     python train.py --plot out out2                      draw the curves of runs
     python train.py --resume                             go on where OUT/ckpt.pt stopped (--steps N: train longer)
-    python train.py --init out --data my.txt --out tuned begin a new run with the weights of another
+    python train.py --init out --data my.txt --out new   begin a new run with the weights of another
     torchrun --nproc-per-node 8 train.py --size 340m --data tokens --tokenizer gpt2                on 8 GPUs
 """
 import csv
@@ -287,7 +287,8 @@ def lr_scale(step, tc):
 def check_finite(step, loss, norm):
     """Raise Halt if the loss or the gradient norm of a step is not finite."""
     if not math.isfinite(float(loss + norm)):
-        raise Halt(f"step {step}: loss {float(loss)}, gradient norm {float(norm)}; stopped, saved files are intact; "
+        raise Halt(f"step {step} is the first that is not finite: loss {float(loss)}, gradient norm {float(norm)}; "
+                   "stopped, saved files are intact; "
                    f"lower {'--lr or --outer-muon-lr' if step > 1 else '--max-step'}")
 
 

@@ -69,13 +69,13 @@ class Attention(nn.Module):
     def forward(self, x, state=None, mask=None, reset=None, prefix=None):
         """Read x (B, T, n_embd), AttentionState or None, prefix (P, n_embd) -> (B, T, n_embd), AttentionState. mask and
         reset: as in models.LM."""
-        check_input(self, x, state, mask, reset)
+        x = check_input(self, x, state, mask, reset)
         w, pos = self.config.attn_window, state.pos if state else 0
         q, k, v = self.project(x)
         q, k = rope(pos, self.q_norm(q), self.k_norm(k))                                         # choice 17
         doc, keys = numbered(x, mask, reset, state and state.seen, state.k.shape[2] if state else 0)
         if state:
-            k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
+            k, v = (torch.cat([old.to(a.dtype), a], 2) for old, a in ((state.k, k), (state.v, v)))
         prefix = self.project_prefix(prefix, len(x)) if prefix is not None else (None, None)
         y = attend(q, k, v, w, *prefix, doc, keys)
         kept = [a[:, :, max(0, k.shape[2] - w + 1):].clone() if w else a for a in (k, v)]   # a view holds all
@@ -146,7 +146,7 @@ class Wiring(nn.Module):
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. mask and reset: as in models.LM.
         Raises ValueError as `check_input`, and for a reset where p stand before a text or inside of a MAC segment."""
-        check_input(self, x, state, mask, reset)
+        x = check_input(self, x, state, mask, reset)
         if reset is not None and self.persistent is not None:
             raise ValueError("reset needs persistent=0: learned tokens stand before the first text of a row alone")
         self.undecided = []
@@ -212,7 +212,7 @@ class Wiring(nn.Module):
         vs = torch.stack([v for _, _, v in projected], 2)
         doc, keys = numbered(x, mask, reset, *((old.seen, old.k.shape[3]) if (old := state.attention) else (None, 0)))
         if old:
-            ks, vs = torch.cat([old.k, ks], 3), torch.cat([old.v, vs], 3)
+            ks, vs = (torch.cat([b.to(a.dtype), a], 3) for b, a in ((old.k, ks), (old.v, vs)))
         n, k, v = ks.shape[3], ks.flatten(2, 3), vs.flatten(2, 3)
         sees = torch.ones(T, n, dtype=torch.bool, device=x.device).tril(n - T)
         if doc is not None:
