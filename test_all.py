@@ -2719,7 +2719,7 @@ MUTANTS = [                                                   # file, text (it i
     ("chunks.py", "later(products(gates.keep), 1.0)", "later(products(gates.keep))", "need_no_chunk"),
     ("chunks.py", "E0 + made.u * torch.bmm(x, S)", "E0", "need_no_chunk"),
     ("chunks.py", "torch.cat([-c @ b @ a, c], -1)", "torch.cat([c @ b @ a, c], -1)", "omega_is_omega_ref"),
-    ("chunks.py", "(torch.bmm if inverts(rule, v) else solve)", "if False:", "omega_is_omega_ref"),
+    ("chunks.py", "(torch.bmm if inverts(rule, v) else solve)", "solve", "omega_is_omega_ref"),
     ("chunks.py", "torch.addcmul(a, close.u[:, r, None], s)", "a", "omega_is_omega_ref"),
     ("chunks.py", "scores = P * phi.inner(", "scores = phi.inner(", "omega_is_omega_ref"),
     ("chunks.py", "(pair >= missing)", "(pair >= 0)", "omega_is_omega_ref"),
