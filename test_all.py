@@ -918,7 +918,7 @@ def test_any_device(name):
 def test_parameter_counts():
     """Catches: a preset that is silently another model."""
     assert [models.build(preset).num_params() for preset in models.PRESETS] == [
-        910752, 910752, 878192, 878192, 881280, 917366, 899808, 882288, 903904, 903904, 934886, 937974, 981238]
+        910752, 910752, 878192, 878192, 881280, 1047158, 899808, 906864, 928480, 928480, 934886, 916358, 1206918]
 
 
 @torch.no_grad()
@@ -1087,7 +1087,7 @@ def test_a_block_by_hand():
     gates = (u @ layer.gates.weight.T + layer.gates.bias).sigmoid().unflatten(-1, (2, 3)).transpose(1, 2)
     x_ = dict(q=q / q.norm(dim=-1, keepdim=True), k=k / k.norm(dim=-1, keepdim=True), v=v)
     for q, k, v, keep, step, gate in by_token(x_ | dict(zip("abc", gates.unbind(-1))), *"qkvabc"):
-        W = W + step**2 * ((keep - 1) * (W - layer.M0[0]) - 2.0 * gate * k.mT @ (k @ W - v))
+        W = W + step**2 * ((keep - 1) * (W - layer.M0[0]) - gate * k.mT @ (k @ W - v))
         ys.append(q @ W)
     y = rms(torch.cat(ys, 2), layer.norm.weight).transpose(1, 2).flatten(2) * F.silu(u @ layer.out_gate.weight.T)
     h = x + y @ layer.out.weight.T
@@ -1757,7 +1757,7 @@ def test_a_run_on_documents(tmp_path, capsys):
 
 MISTAKES = [                                                  # program, flags, a word of the line
     (train, "--widnow 3", "--widnow"), (train, "--model atals", "atals"), (train, "--steps 0", "--steps"),
-    (train, "--wiring mag --memory-floor 0.3,2", "--memory-floor"), (train, "--error token", "muon_every of chunk"),
+    (train, "--wiring mag --memory-floor 0.3,2", "--memory-floor"), (train, "--muon-every 8", "muon_every of chunk"),
     (train, "--data words:1,words:2 --documents --tokenizer byte", "one text"), (train, "--lr nan", "--lr"),
     (train, "--documents --wiring mag", "needs --persistent 0\n"), (train, "stray", "stray"),
     (train, "--documents --forget zero", "needs --forget start\n"), (data, "--data words,run", "one name"),
