@@ -15,7 +15,7 @@ inside of blocks. X and D have the rows x_i and d_i:
 
     S_t  = (Mom Gate)[t] X^T D + momprod_t S_0                                                     Eq 33, 39
     -U_t = P[t] X^T D + u_t S_0         P = Wait Mom Gate,  u = Wait momprod       what waits in the block of t
-    O_j  = due_j NS(-U at its end)      due = -Wait 1; without Newton-Schulz O = -U      the update of block j
+    O_j  = due_j NS(-U at its end)      due = -share Wait 1; without Newton-Schulz O = -U the update of block j
     W_t  = keepprod_t W_0 + sum over ended blocks j of Keep[t, end of j] O_j                       Eq 16, 32
 
 W_0 and S_0 are those before the chunk; keepprod and momprod are products from its first token on. After its update a
@@ -107,7 +107,7 @@ def waiting(rule, gates, of=every, waits=True, Mom=None):
         block = torch.arange(gates.keep.shape[-1], device=gates.keep.device)[:, None] // m
         waits = waits & (block == block.mT)
     wait = decays(gates.keep, of, waits, gates.step)          # -Wait; Gate gets the sign
-    due = wait.sum(-1, keepdim=True)
+    due = wait.sum(-1, keepdim=True) * rule.share
     if gates.momentum is None:
         return windowed(rule, wait, -gates.gate), None, due
     G = carried(wait, gates.momentum, Mom)

@@ -60,6 +60,11 @@ class Rule(NamedTuple):
         """Whether chunks.py solves for errors. The dot loss needs no solve: its error is -v."""
         return self.error == "token" and self.loss != "dot"
 
+    @property
+    def share(self):
+        """What a step counts in due. With error = "token" a step may learn a pair, and a chunk moves by their mean."""
+        return 1 / self.chunk if self.solves else 1.0
+
     def fault(self):
         """Return why chunks.py cannot run this rule with error = "token", and the remedy; "" if it can."""
         if self.error == "token" and self.loss not in ("l2", "dot"):
@@ -175,7 +180,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             else:
                 g = grad(loss)(anchor, pairs, weights)                                           # Eq 9, 16
             S = tuple(momentum[t] * s + d for s, d in zip(S, g)) if len(momentum) else g         # Eq 33
-            U, due = tuple(keep[t] * u + step[t] * s for u, s in zip(U, S)), keep[t] * due + step[t]
+            U, due = tuple(keep[t] * u + step[t] * s for u, s in zip(U, S)), keep[t] * due + rule.share * step[t]
             W = tuple(keep[t] * w for w in W)
             if (t + 1) % rule.chunk % block == 0:
                 O = (due * NS(u) if rule.muon_every else u for u in U)                           # Eq 32; Eq 10, 12
