@@ -15,7 +15,7 @@ cat > "$work/step.py" <<'END'
 import json, sys, time, torch, models, train                 # steps, and gradients beside a float32 CPU's
 device, file, *sizes = train.setup(sys.argv[1], 0), *sys.argv[2:]
 gpu, rows, names = device.type == "cuda", [], ("transformer", "titans", "omeganet", "atlas")
-COUNTED = {"baby": (11, 28, 36, 46), "170m": (168, 474, 479, 630)}    # ms of a step by launches and bytes: a guess
+COUNTED = {"baby": (11, 28, 36, 58), "170m": (168, 474, 479, 920)}    # ms of a step by launches and bytes: a guess
 for size, name, graph in [(s, n, g) for s in sizes for n in names for g in (False, True)]:
     tc, config = train.settings(dict(model=name, size=size, grad_accum=1, dropout=0.0, device=device.type))
     config.vocab_size = 50304 if size == "170m" else 65
