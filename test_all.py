@@ -2564,7 +2564,7 @@ ROOT = Path(omega.__file__).resolve().parent
 README, MORE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/README.md"))
 LINES = dict(memory=150, muon=130, poly=130, omega=220, chunks=402, layer=295, shards=105, wiring=260, models=330,
              common=330, train=574, data=440, recall=370, eval=440, episodic=280, bench=310, sample=105, test_all=2775)
-PROGRAM = 4653                                                # lines of all but test_all.py
+PROGRAM = 4658                                                # lines of all but test_all.py
 ORDER = "memory muon poly omega chunks layer shards wiring models train".split()         # no import runs to the right
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
 
