@@ -15,7 +15,7 @@ inside of blocks. X and D have the rows x_i and d_i:
 
     S_t  = (Mom Gate)[t] X^T D + momprod_t S_0                                                     Eq 33, 39
     -U_t = P[t] X^T D + u_t S_0         P = Wait Mom Gate,  u = Wait momprod       what waits in the block of t
-    O_j  = due_j NS(-U at its end)      due = -share Wait 1; without Newton-Schulz O = -U the update of block j
+    O_j  = due_j NS(-U at its end)      due = -Wait 1; without Newton-Schulz O = -U      the update of block j
     W_t  = keepprod_t W_0 + sum over ended blocks j of Keep[t, end of j] O_j                       Eq 16, 32
 
 W_0 and S_0 are those before the chunk; keepprod and momprod are products from its first token on. After its update a
@@ -45,7 +45,7 @@ import torch.nn.functional as F
 import memory
 from memory import at_least_float32, without_autocast
 from muon import newton_schulz
-from omega import Gates, join, since
+from omega import Gates, as_long, join, since
 from poly import grown, kernel_rows, one_hot, with_keys
 
 
@@ -107,7 +107,8 @@ def waiting(rule, gates, of=every, waits=True, Mom=None):
         block = torch.arange(gates.keep.shape[-1], device=gates.keep.device)[:, None] // m
         waits = waits & (block == block.mT)
     wait = decays(gates.keep, of, waits, gates.step)          # -Wait; Gate gets the sign
-    due = wait.sum(-1, keepdim=True) * rule.share
+    due = wait.sum(-1, keepdim=True)
+    due = torch.ones_like(due) if rule.solves else due        # then O is as long as U
     if gates.momentum is None:
         return windowed(rule, wait, -gates.gate), None, due
     G = carried(wait, gates.momentum, Mom)
@@ -245,7 +246,9 @@ def learn(rule, chunk, close, solve, M0, W, S):
     last_S, new = [made[-1] for made in new if S and whole], [made[:J] for made in new]
     if rule.muon_every and J:                                 # the outer gradient goes through it (choice 14)
         with without_autocast(close.due):
-            new = newton_schulz([torch.cat(made) for made in new], rule.ns_steps, rule.ns_coefficients)      # Eq 40
+            plain = [torch.cat(made) for made in new]
+            new = newton_schulz(plain, rule.ns_steps, rule.ns_coefficients)      # Eq 40
+            new = [as_long(O, U) for O, U in zip(new, plain)] if rule.solves else new
         new = [made.chunk(J) for made in new]
     if whole:
         W, S = [close.keepprod * w for w in W], last_S

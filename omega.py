@@ -60,11 +60,6 @@ class Rule(NamedTuple):
         """Whether chunks.py solves for errors. The dot loss needs no solve: its error is -v."""
         return self.error == "token" and self.loss != "dot"
 
-    @property
-    def share(self):
-        """What a step counts in due. With error = "token" a step may learn a pair, and a chunk moves by their mean."""
-        return 1 / self.chunk if self.solves else 1.0
-
     def fault(self):
         """Return why chunks.py cannot run this rule with error = "token", and the remedy; "" if it can."""
         if self.error == "token" and self.loss not in ("l2", "dot"):
@@ -128,6 +123,12 @@ def since(rule, state, W, S, ks, vs, gates):
     return state._replace(W=tuple(W), S=tuple(S), k=k, v=v, gates=Gates(*(last(a, pos) for a in gates[:4])))
 
 
+def as_long(O, U):
+    """Return O, each matrix scaled to the norm of U."""
+    norm = lambda a: torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
+    return O * (norm(U) / norm(O).clamp_min(torch.finfo(O.dtype).tiny))
+
+
 def omega_ref(rule, phi, q, k, v, gates, state):
     """Run the rule token by token from the last boundary on (slow), with gradients of the printed loss by autograd.
 
@@ -138,8 +139,8 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         W = keep_t W,   and at the last token of a block   W = W - due NS(U),  U = 0      Eq 32, 40 (choice 15)
         y_t = M(phi(q_t); W - U)                                                          read after write
     Without Newton-Schulz a chunk is one block, whose update is U itself: Eq 10, 12. error = "token" takes dl/dy with
-    W - U of the token before as the last matrix, and divides a pair's gradient by |x|^2, where x enters that matrix
-    (choice 24). muon_every = chunk = 1 is `paper`. q, k, v (B, H, T >= 1, D), gates,
+    W - U of the token before as the last matrix, divides a pair's gradient by |x|^2, where x enters that matrix, and
+    makes the update as long as U: |U| NS(U) / |NS(U)| (choice 24). muon_every = chunk = 1 is `paper`. q, k, v (B, H, T >= 1, D), gates,
     state -> y (B, H, T, D), state. Raises ValueError for `exp` features."""
     pos, past, (ks, vs, gates) = state.pos, state.k.shape[2] - state.pos, join(state, k, v, gates)
 
@@ -180,10 +181,12 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             else:
                 g = grad(loss)(anchor, pairs, weights)                                           # Eq 9, 16
             S = tuple(momentum[t] * s + d for s, d in zip(S, g)) if len(momentum) else g         # Eq 33
-            U, due = tuple(keep[t] * u + step[t] * s for u, s in zip(U, S)), keep[t] * due + rule.share * step[t]
+            U, due = tuple(keep[t] * u + step[t] * s for u, s in zip(U, S)), keep[t] * due + step[t]
             W = tuple(keep[t] * w for w in W)
             if (t + 1) % rule.chunk % block == 0:
-                O = (due * NS(u) if rule.muon_every else u for u in U)                           # Eq 32; Eq 10, 12
+                O = U                                                                            # Eq 10, 12
+                if rule.muon_every:                                                              # Eq 32; choice 24
+                    O = (as_long(NS(u), u) if rule.solves else due * NS(u) for u in U)
                 W, U = tuple(w - o for w, o in zip(W, O)), zeros(U)
             if t >= pos:
                 ys.append(M(tuple(w - u for w, u in zip(W, U)), xq[t - pos], q[t - pos]))        # choice 3

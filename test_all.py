@@ -2563,8 +2563,8 @@ def test_stablemax_and_perp_grad():
 ROOT = Path(omega.__file__).resolve().parent
 README, MORE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/README.md"))
 LINES = dict(memory=150, muon=130, poly=130, omega=220, chunks=402, layer=295, shards=105, wiring=260, models=330,
-             common=330, train=574, data=440, recall=370, eval=440, episodic=280, bench=310, sample=105, test_all=2775)
-PROGRAM = 4658                                                # lines of all but test_all.py
+             common=330, train=574, data=440, recall=370, eval=440, episodic=280, bench=310, sample=105, test_all=2776)
+PROGRAM = 4664                                                # lines of all but test_all.py
 ORDER = "memory muon poly omega chunks layer shards wiring models train".split()         # no import runs to the right
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
 
@@ -2696,7 +2696,7 @@ MUTANTS = [                                                   # file, text (it i
     ("memory.py", "(e - n * (n * e)", "(e - (n * e)", "memory_as_printed"),
     ("memory.py", "slope(da * u, z)", "slope(da, z)", "memory_as_printed"),
     ("omega.py", "keep[t] * w - step[t] * newton_schulz_ref(s)", "w - step[t] * newton_schulz_ref(s)", "is_the_rule"),
-    ("omega.py", "O = (due * NS(u) if", "O = (-due * NS(u) if", "matrix_by_hand"),
+    ("omega.py", "else due * NS(u) for", "else -due * NS(u) for", "matrix_by_hand"),
     ("omega.py", "max(0, past + t - rule.window + 1)", "max(0, past + t - rule.window)", "linear_attention"),
     ("omega.py", "step[t] * s for u, s in zip(U, S))", "step[t] * s for u, s in zip(U, g))", "matrix_by_hand"),
     ("omega.py", "if (t + 1) % rule.chunk % block == 0:", "if t % rule.chunk % block == 0:", "matrix_by_hand"),
@@ -2729,6 +2729,7 @@ MUTANTS = [                                                   # file, text (it i
     ("layer.py", "forgets = opened * (-keep)", "forgets = (-keep)", "block_by_hand"),
     ("layer.py", "torch.full((H, 1), c.step_start)", "torch.zeros(H, 1)", "test_gates"),
     ("chunks.py", "/ made.size", "", "learns_a_pair"),
+    ("chunks.py", "torch.ones_like(due) if rule.solves else due", "due", "omega_is_omega_ref"),
     ("chunks.py", "gates.gate / size.unflatten(-1, (-1, rule.window))", "gates.gate", "learns_a_pair"),
     ("layer.py", "inputs[:, -n:].clone() if doc", "qkv[:, -n:].clone() if doc", "test_reading"),
     ("layer.py", "q, k = unit(q), unit(k)", "q = unit(q)", "block_by_hand"),
