@@ -45,7 +45,7 @@ import torch.nn.functional as F
 import memory
 from memory import at_least_float32, without_autocast
 from muon import newton_schulz
-from omega import Gates, as_long, join, since
+from omega import Gates, join, nearest, since
 from poly import grown, kernel_rows, one_hot, with_keys
 
 
@@ -108,7 +108,7 @@ def waiting(rule, gates, of=every, waits=True, Mom=None):
         waits = waits & (block == block.mT)
     wait = decays(gates.keep, of, waits, gates.step)          # -Wait; Gate gets the sign
     due = wait.sum(-1, keepdim=True)
-    due = torch.ones_like(due) if rule.solves else due        # then O is as long as U
+    due = torch.ones_like(due) if rule.solves else due        # then `nearest` has the say
     if gates.momentum is None:
         return windowed(rule, wait, -gates.gate), None, due
     G = carried(wait, gates.momentum, Mom)
@@ -248,7 +248,7 @@ def learn(rule, chunk, close, solve, M0, W, S):
         with without_autocast(close.due):
             plain = [torch.cat(made) for made in new]
             new = newton_schulz(plain, rule.ns_steps, rule.ns_coefficients)      # Eq 40
-            new = [as_long(O, U) for O, U in zip(new, plain)] if rule.solves else new
+            new = [nearest(O, U) for O, U in zip(new, plain)] if rule.solves else new
         new = [made.chunk(J) for made in new]
     if whole:
         W, S = [close.keepprod * w for w in W], last_S

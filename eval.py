@@ -204,7 +204,7 @@ def watch(layer, x, state=None):
     y = torch.cat([asked(k[:, :, :1], state), y[:, :, :-1]], 2)
     losses = [torch.vmap(partial(memory.loss, c.loss))(a.flatten(0, 2), v.flatten(0, 2)).view(v.shape[:3])
               for a in (y, asked(k, fresh))]
-    opened = gates.step / c.max_step * (1 if rule(c).solves else c.chunk / 2)
+    opened = gates.step / layer.most(gates.momentum)
     found = dict(gates._asdict(), gate=gates.gate.sum(-1), opened=opened, surprise=losses[0], untaught=losses[1])
     return {name: a for name, a in found.items() if a is not None}
 

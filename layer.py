@@ -155,12 +155,17 @@ class Memory(nn.Module):
         made = heads(functional_call(self.gates, raised, at_least_float32(x)), c.n_head)     # it may have a LoRA by now
         keep, step, momentum, gate = made.split(self.n_gates, -1)
         opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
-        step = c.max_step * opened * (1 if rule(c).solves else 2 / c.chunk)                      # eta
         forgets = opened * (-keep).squeeze(-1).sigmoid()
         keep = 1 - forgets if c.keep else torch.ones_like(opened)                                # alpha
         momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None                        # theta
+        step = opened * self.most(momentum)                                                      # eta
         gate = gate.sigmoid() if c.window_gate == "token" else gate.new_ones(*keep.shape, c.window)              # gamma
         return omega.Gates(keep, step, momentum, gate / c.window)                                # choice 6
+
+    def most(self, momentum):
+        """Return the bound of the step. A chunk is one big step; else momentum repeats it 1 / (1 - momentum) times."""
+        c = self.config
+        return c.max_step * (2 / c.chunk if not rule(c).solves else 1 if momentum is None else 1 - momentum)
 
     def start(self, x):
         """Return the state before the first token, for a batch of len(x) sequences."""

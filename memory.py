@@ -75,6 +75,13 @@ def through(kind, x, read):
     raise ValueError(f"no memory {kind!r}; choose one of {', '.join(MEMORIES)}")
 
 
+def size(kind, W, x):
+    """Return |a|^2, at least 0.5, of what enters the last matrix as a: x (.., T, E) -> (.., T)."""
+    rows = []
+    through(kind, x, lambda i, a: rows.append(a) or a @ W[i])
+    return rows[-1].square().sum(-1).clamp_min(0.5)
+
+
 def firsts(kind):
     """Return how many matrices of the memory read x itself."""
     return 2 if kind == "gated" else 1

@@ -123,10 +123,10 @@ def since(rule, state, W, S, ks, vs, gates):
     return state._replace(W=tuple(W), S=tuple(S), k=k, v=v, gates=Gates(*(last(a, pos) for a in gates[:4])))
 
 
-def as_long(O, U):
-    """Return O, each matrix scaled to the norm of U."""
-    norm = lambda a: torch.linalg.vector_norm(a, dim=(-2, -1), keepdim=True)
-    return O * (norm(U) / norm(O).clamp_min(torch.finfo(O.dtype).tiny))
+def nearest(O, U):
+    """Return O, each matrix scaled so that it comes nearest to U."""
+    dot = lambda a, b: (a * b).sum((-2, -1), keepdim=True)
+    return O * (dot(O, U) / dot(O, O).clamp_min(torch.finfo(O.dtype).tiny))
 
 
 def omega_ref(rule, phi, q, k, v, gates, state):
@@ -139,9 +139,9 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         W = keep_t W,   and at the last token of a block   W = W - due NS(U),  U = 0      Eq 32, 40 (choice 15)
         y_t = M(phi(q_t); W - U)                                                          read after write
     Without Newton-Schulz a chunk is one block, whose update is U itself: Eq 10, 12. error = "token" takes dl/dy with
-    W - U of the token before as the last matrix, divides a pair's gradient by |x|^2, where x enters that matrix, and
-    makes the update as long as U: |U| NS(U) / |NS(U)| (choice 24). muon_every = chunk = 1 is `paper`. q, k, v (B, H, T >= 1, D), gates,
-    state -> y (B, H, T, D), state. Raises ValueError for `exp` features."""
+    the last matrix of the token before, divides by |x|^2 of its input x, and gives NS(U) another length: choice 24.
+    muon_every = chunk = 1 is `paper`. q, k, v (B, H, T >= 1, D), gates, state -> y (B, H, T, D), state. Raises
+    ValueError for `exp` features."""
     pos, past, (ks, vs, gates) = state.pos, state.k.shape[2] - state.pos, join(state, k, v, gates)
 
     def one(M0, W, S, xq, q, xs, ks, vs, gates):
@@ -149,26 +149,19 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         (keep, step, momentum, gate, reset), ys, block = gates, [], rule.muon_every or rule.chunk
         zeros, error = lambda matrices: tuple(map(torch.zeros_like, matrices)), partial(memory.error, rule.loss)
         NS = lambda U: newton_schulz_ref(U, rule.ns_steps, rule.ns_coefficients)
+        update = lambda U, due: nearest(NS(U), U) if rule.solves else due * NS(U)
         with_M0 = lambda W: [a + b for a, b in zip(M0, W)] if M0 else W
-
-        def M(W, x, r):
-            return memory.apply(rule.memory, with_M0(W), x, r, rule.norm)
+        M = lambda W, x, r: memory.apply(rule.memory, with_M0(W), x, r, rule.norm)
 
         def loss(W, pairs, weights):
             return sum(w * memory.loss(rule.loss, M(W, xs[i], ks[i]), vs[i]) for i, w in zip(pairs, weights))
-
-        def size(W, i):                                       # |x|^2, at least 0.5, of what enters the last matrix
-            W, rows = with_M0(W), []
-            memory.through(rule.memory, xs[i], lambda j, x: rows.append(x) or x @ W[j])
-            return rows[-1].square().sum().clamp_min(0.5)
 
         def push(W, pairs, weights, errors):                  # has the loss' gradient with dl/dy fixed to `errors`
             return sum(w * (M(W, xs[i], ks[i]) * e).sum() for i, w, e in zip(pairs, weights, errors))
 
         for t in range(len(keep)):
             if t % rule.chunk == 0:                           # a boundary
-                if len(reset):
-                    W, S = (tuple(a.where(~reset[t], 0) for a in matrices) for matrices in (W, S))
+                W, S = (tuple(a.where(~reset[t], 0) for a in m) if len(reset) else m for m in (W, S))
                 anchor, boundary = W, (W, S)
             if t % rule.chunk % block == 0:
                 U, due = zeros(W), 0.0
@@ -176,7 +169,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             weights = gate[t, rule.window - len(pairs):]
             if rule.solves:                                   # choice 24: with the last matrix of now
                 now = *anchor[:-1], W[-1] - U[-1]
-                weights = [w / size(anchor, i) for i, w in zip(pairs, weights)]
+                weights = weights / memory.size(rule.memory, with_M0(anchor), xs[list(pairs)])
                 g = grad(push)(anchor, pairs, weights, [error(M(now, xs[i], ks[i]), vs[i]) for i in pairs])
             else:
                 g = grad(loss)(anchor, pairs, weights)                                           # Eq 9, 16
@@ -184,9 +177,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             U, due = tuple(keep[t] * u + step[t] * s for u, s in zip(U, S)), keep[t] * due + step[t]
             W = tuple(keep[t] * w for w in W)
             if (t + 1) % rule.chunk % block == 0:
-                O = U                                                                            # Eq 10, 12
-                if rule.muon_every:                                                              # Eq 32; choice 24
-                    O = (as_long(NS(u), u) if rule.solves else due * NS(u) for u in U)
+                O = (update(u, due) if rule.muon_every else u for u in U)                        # Eq 32; Eq 10, 12
                 W, U = tuple(w - o for w, o in zip(W, O)), zeros(U)
             if t >= pos:
                 ys.append(M(tuple(w - u for w, u in zip(W, U)), xq[t - pos], q[t - pos]))        # choice 3
