@@ -13,13 +13,11 @@ import re
 import shutil
 import sys
 import urllib.request
-from collections import Counter, defaultdict
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import regex                                            # tiktoken requires it
 import tiktoken
 import torch
 
@@ -28,8 +26,7 @@ from common import Parser, UserError, exit_code, locked, noted_signals, replacin
 SHAKESPEARE = Path(__file__).resolve().parent / "data" / "shakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-TOKENIZERS = ("char", "byte", "bpe", "gpt2")
-EVERY_BYTE = [bytes([b]) for b in range(256)]
+TOKENIZERS = ("char", "byte", "gpt2")
 END = b"<|endoftext|>"                                  # GPT-2's last token; it stands between documents
 JSON = ".json", ".jsonl"
 BORDER = "\ud800"                                       # half of a surrogate pair, which no UTF-8 text can hold
@@ -99,7 +96,7 @@ def read(name):
         used = ",".join(f"{part.used}:{weight:g}" for weight, part in mix)
         digest = hashlib.sha256(" ".join(f"{part.sha256}:{weight}" for weight, part in mix).encode())
         train, val = zip(*(split(part.text) for _, part in mix))
-        return Corpus(used, digest.hexdigest(), "".join(train + val), mix=mix)      # bpe learns from what comes first
+        return Corpus(used, digest.hexdigest(), "".join(train + val), mix=mix)
     parts, names = ("train", "val"), sorted(glob.glob("*.bin", root_dir=name))                      # no hidden names
     kinds = [[word for word in re.findall(r"[^\W\d_]+", file.lower()) if word in parts][-1:] for file in names]
     files = [[file for file, kind in zip(names, kinds) if kind == [part]] for part in parts]
@@ -207,8 +204,8 @@ def _shakespeare():
 # ---- tokenizers
 class Tokenizer:
     """Turn text into ids and back. tokens[id] is the UTF-8 bytes of an id, so one table decodes all kinds: char (the
-    sorted characters of a text), byte (all 256), bpe (these, then pairs in order of merging), gpt2 (GPT-2's 50257).
-    `end` is the id of END, last in char and bpe if the text has several documents, always in byte and gpt2; else None.
+    sorted characters of a text), byte (all 256), gpt2 (GPT-2's 50257). `end` is the id of END, the last: always in byte
+    and gpt2, in char if the text has several documents; else None.
     Where a text itself says <|endoftext|>, that becomes ordinary tokens."""
 
     def __init__(self, kind, tokens):
@@ -217,9 +214,9 @@ class Tokenizer:
         self.end = self.tokens.index(END) if END in self.tokens else None
         if kind == "char":
             self.ids = {BORDER if t == END else str(t, "utf-8"): i for i, t in enumerate(tokens)}
-        elif kind != "byte":
+        if kind == "gpt2":
             ranks = {t: i for i, t in enumerate(tokens) if t != END}
-            self.bpe = tiktoken.Encoding(kind, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
+            self.gpt2 = tiktoken.Encoding(kind, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
     def encode(self, text):
         """Return the int64 ids (T,) of a text. Raises UserError naming the characters that the vocabulary lacks."""
@@ -228,8 +225,8 @@ class Tokenizer:
             return np.concatenate([ids for part in text.split(BORDER) for ids in ([self.end], self.encode(part))][1:])
         if self.kind == "byte":
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
-        if self.kind in ("bpe", "gpt2"):
-            return np.array(self.bpe.encode_ordinary(text), dtype=np.int64)
+        if self.kind == "gpt2":
+            return np.array(self.gpt2.encode_ordinary(text), dtype=np.int64)
         if lacking := sorted(set(text) - self.ids.keys()):
             raise UserError(f"the vocabulary lacks {len(lacking)} characters, {''.join(lacking[:20])!r}; omit them")
         return np.fromiter(map(self.ids.__getitem__, text), np.int64, len(text))
@@ -270,52 +267,22 @@ def continue_text(model, tokenizer, ids, n, end, **how):
     yield feed(final=True)
 
 
-def make_tokenizer(kind, text, bpe_size=1024):
-    """Return a tokenizer of this kind. Raises UserError where a text or the network is missing. char takes all
-    characters of the text, as nanoGPT does. bpe learns up to bpe_size tokens from the part to train on."""
+def make_tokenizer(kind, text):
+    """Return a tokenizer of this kind; char takes all characters of the text, as nanoGPT does. Raises UserError where a
+    text or the network is missing."""
     if kind == "byte":
-        return Tokenizer(kind, [*EVERY_BYTE, END])
-    if kind != "gpt2" and not text:
-        raise UserError(f"a {kind} vocabulary needs a text; for token files give --tokenizer gpt2 or byte")
-    several = BORDER in text
+        return Tokenizer(kind, [*(bytes([b]) for b in range(256)), END])
     if kind == "char":
-        return Tokenizer(kind, [character.encode() for character in sorted(set(text) - {BORDER})] + several * [END])
-    if kind == "bpe":
-        return Tokenizer(kind, train_bpe(split(text)[0], bpe_size - several) + several * [END])
+        if not text:
+            raise UserError("a char vocabulary needs a text; for token files give --tokenizer gpt2 or byte")
+        characters = [character.encode() for character in sorted(set(text) - {BORDER})]
+        return Tokenizer(kind, characters + [END] * (BORDER in text))
     try:
-        bpe = tiktoken.get_encoding("gpt2")
+        gpt2 = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:              # no network; a wrong hash
         raise UserError(f"cannot download GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a "
-                        "folder that has it, or use --tokenizer byte (train.py: bpe)") from None
-    return Tokenizer(kind, [bpe.decode_single_token_bytes(i) for i in range(bpe.n_vocab)])
-
-
-def train_bpe(text, size):
-    """Return at most `size` tokens of byte-pair encoding (Sennrich et al. 2016), fewer where no pair occurs twice. It
-    starts from all bytes. Again and again the two neighbours most frequent inside of GPT-2's words become a token.
-    Pairs count by the bytes they make, as tiktoken merges them. Of equal counts the first in byte order wins."""
-    times = Counter(m.group().encode() for part in text.split(BORDER) for m in regex.finditer(GPT2_PATTERN, part))
-    parts = {word: [bytes([b]) for b in word] for word in times}
-    tokens, counts, where = list(EVERY_BYTE), Counter(), defaultdict(set)   # of a pair: how often, in which words
-
-    def count(word, sign):
-        for pair in map(bytes.__add__, parts[word], parts[word][1:]):
-            counts[pair] += sign * times[word]
-            where[pair].add(word)
-
-    for word in parts:
-        count(word, 1)
-    while len(tokens) < size and (most := max(counts.values(), default=0)) > 1:
-        token = min(pair for pair, n in counts.items() if n == most)
-        tokens.append(token)
-        for word in where.pop(token):
-            count(word, -1)
-            joined = parts[word][:1]
-            for part in parts[word][1:]:                # joins, from the left, what makes the token
-                joined[-1:] = [token] if joined[-1] + part == token else [joined[-1], part]
-            parts[word] = joined
-            count(word, 1)
-    return tokens
+                        "folder that has it, or use --tokenizer byte") from None
+    return Tokenizer(kind, [gpt2.decode_single_token_bytes(i) for i in range(gpt2.n_vocab)])
 
 
 # ---- batches

@@ -53,7 +53,7 @@ USUAL = {"episodes": dict(out="out-episodes", model="omeganet", seq_len=24, batc
                       weight_decay=1.5, grad_clip=0.0, share=0.5, n_layer=1, n_embd=128, n_head=4)}
 USES = dict(episodes="data seq_len optimizer embed_lr gates_lr outer_muon_lr batches masks arithmetic eval_windows "
                      "words", grok="embed_start stablemax perp_grad")
-NO_FLAG = ("size tokenizer bpe_size init grad_accum wandb tensorboard dtype compile remat documents "
+NO_FLAG = ("size tokenizer init grad_accum wandb tensorboard dtype compile remat documents "
            "report_tokens memory_dtype graph").split()
 
 

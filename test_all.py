@@ -25,7 +25,6 @@ import sys
 import tempfile
 import types
 import urllib.request
-from collections import Counter
 from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
@@ -1313,7 +1312,7 @@ TEXT = "To be, or not to be:\n\u00e9\u4e2d\U0001f600 the <|endoftext|> the end. 
 
 @pytest.fixture
 def gpt2(monkeypatch):
-    ranks = {t: i for i, t in enumerate([*data.EVERY_BYTE, b"th", b"the"])}
+    ranks = {t: i for i, t in enumerate([*(bytes([b]) for b in range(256)), b"th", b"the"])}
     bpe = tiktoken.Encoding("", pat_str=data.GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: bpe)
 
@@ -1401,14 +1400,14 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch):
             (tokens.splits, [byte, 10], "--seq-len 10"), (tokens.splits, [byte, 9], "up to 257"),
             (data.make_files, [types.SimpleNamespace(data="latin", out=Path("tok"))], "already holds"),
             (data.make_tokenizer("char", TEXT).encode, ["ToZeYZ"], "'YZ'"),
-            (data.make_tokenizer, ["bpe", ""], "needs a text"), (data.make_tokenizer, ["gpt2", ""], "TIKTOKEN_CACHE"),
+            (data.make_tokenizer, ["char", ""], "needs a text"), (data.make_tokenizer, ["gpt2", ""], "TIKTOKEN_CACHE"),
             (data.split, [range(500), 50], "validation keeps 50"), (recall.mqar, [2, 4, 4, 8, 64, None], "vocab=8")]:
         with pytest.raises(common.UserError, match=rf"^[^\n]*{word}[^\n]*\Z"):
             call(*args)
     assert data.split(range(500), 49)
 
 
-@pytest.mark.parametrize("kind, size", [("char", len(set(TEXT))), ("byte", 257), ("bpe", 263), ("gpt2", 259)])
+@pytest.mark.parametrize("kind, size", [("char", len(set(TEXT))), ("byte", 257), ("gpt2", 259)])
 def test_tokenizer_round_trip(monkeypatch, gpt2, kind, size):
     """Text to ids and back is exact, through a checkpoint too and offline; streamed characters come out whole, once."""
     t = data.make_tokenizer(kind, TEXT)
@@ -1427,20 +1426,6 @@ def test_tokenizer_round_trip(monkeypatch, gpt2, kind, size):
         assert feed(0xC3) == "" and t.stream()(0x41) == "A" and feed(final=True) == "\ufffd"
     if kind == "gpt2":
         assert t.encode("the").tolist() == [257] and t.bytes_a_token([0, 65, 258]) == 0.5   # the end of a text is none
-
-
-def test_bpe_merges_what_occurs_most():
-    """Counts kept up to date equal those counted anew, in the text as tiktoken cuts it, before each merge."""
-    text = "".join(np.random.default_rng(3).choice(list("abc  \u00e9"), 2000))
-    words, tokens = re.findall(r" ?\S+|\s+(?!\S)|\s+", text), list(data.EVERY_BYTE)
-    while len(tokens) < 300:
-        counts, t = Counter(), data.Tokenizer("bpe", tokens)
-        for parts in ([tokens[i] for i in t.encode(word)] for word in words):
-            counts.update(a + b for a, b in zip(parts, parts[1:]))
-        tokens.append(min(counts, key=lambda pair: (-counts[pair], pair)))
-    assert data.train_bpe(text, 300) == tokens
-    assert data.train_bpe("don't 12x12", 999)[256:] == [b"12"]              # what occurs once is not merged
-    assert data.make_tokenizer("bpe", "aa " * 9 + "bbb", 999).tokens[256:] == [b"aa", b" aa"]       # not the last tenth
 
 
 def test_token_files(tmp_path, monkeypatch, capsys):
@@ -1514,22 +1499,20 @@ def test_token_files_that_cannot_be_read(tmp_path, body, word):
 
 
 def test_documents_are_joined_by_end(tmp_path, monkeypatch, gpt2):
-    """Catches: a newline in the place of END, END in a vocabulary that needs none, a merge across a border, a text that
-    says END, a checkpoint from before whose vocabulary lacks it."""
+    """Catches: a newline in the place of END, END in a vocabulary that needs none, a text that says END, a checkpoint from before whose vocabulary lacks it."""
     monkeypatch.chdir(tmp_path)
     texts = "aab\n", "baa<|endoftext|>", "aab"
     Path("d.jsonl").write_text("\n".join(json.dumps(dict(text=text)) for text in texts))
     text = data.read("d.jsonl").text
-    for kind, size in ("char", 14), ("byte", 257), ("bpe", 258), ("gpt2", 259):
-        t = data.make_tokenizer(kind, text, 258)
+    for kind, size in ("char", 14), ("byte", 257), ("gpt2", 259):
+        t = data.make_tokenizer(kind, text)
         ids, end = t.encode(text), t.tokens.index(data.END)
         assert t.end == end == t.vocab_size - 1 == size - 1 and (ids == end).sum() == 2 and ids.dtype == np.int64
         assert t.decode(ids) == "<|endoftext|>".join(texts) and t.bytes_a_token([0, end, 1]) == 0.5
-    assert data.make_tokenizer("char", "ab").end is data.make_tokenizer("bpe", "ab").end is None
-    before = data.Tokenizer("byte", data.EVERY_BYTE)
+    assert data.make_tokenizer("char", "ab").end is None
+    before = data.Tokenizer("byte", [bytes([b]) for b in range(256)])
     assert before.end is None and before.decode(before.encode(text)) == "\n".join(texts)
     assert data.read("d.jsonl").sha256 == hashlib.sha256("\n".join(texts).encode()).hexdigest()
-    assert data.train_bpe(data.BORDER.join(["ab", "ab", "a", "b"] * 2), 999)[256:] == [b"ab"]
 
 
 def test_documents_begin_at_chunks():

@@ -44,8 +44,7 @@ class TrainConfig:
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
     size: str = opt("auto", "size of the network and of the run; auto: baby on CUDA, else tiny", ("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder, or a mix by weight: a.txt:0.4,b.jsonl:0.6")
-    tokenizer: str = opt("char", "bpe: byte pairs learned from your text; gpt2: the ones of GPT-2", choices=TOKENIZERS)
-    bpe_size: int = opt(1024, "largest vocabulary of --tokenizer bpe", low=256)
+    tokenizer: str = opt("char", "what a token is; gpt2: the byte pairs of GPT-2", choices=TOKENIZERS)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv, config.json; an earlier run moves to OUT/old-N")
     resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings, but any device, threads, compile, lower rates")
     init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and tokenizer")
@@ -99,7 +98,7 @@ NO_FLAG = "vocab_size", "attention"                           # which the tokeni
 LAUNCH = {"out", "resume", "device", "compile", "graph", "threads", "wandb", "tensorboard"}   # never from a checkpoint
 RATES = {"lr", "outer_muon_lr"}                               # may be lower on --resume
 FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "report_tokens"}        # may differ
-KEPT = {"model", "size", "tokenizer", "bpe_size"}             # --init takes them from the checkpoint
+KEPT = {"model", "size", "tokenizer"}             # --init takes them from the checkpoint
 
 
 def keep_to(old, names, given):
@@ -197,7 +196,7 @@ class Text(Task):
     def __init__(self, tc, device, dtype, old=None):
         super().__init__(tc, device, dtype)
         corpus = read_text(tc.data, old)
-        tokenizer = Tokenizer(**old["tokenizer"]) if old else make_tokenizer(tc.tokenizer, corpus.text, tc.bpe_size)
+        tokenizer = Tokenizer(**old["tokenizer"]) if old else make_tokenizer(tc.tokenizer, corpus.text)
         self.tokenizer, self.splits = tokenizer, corpus.splits(tokenizer, tc.seq_len)
         self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), tokenizer.vocab_size
         self.saved = dict(tokenizer=tokenizer.state)
