@@ -2558,15 +2558,16 @@ def test_stablemax_and_perp_grad():
 # ---- README.md, results/ and the house
 
 ROOT = Path(omega.__file__).resolve().parent
-README, MORE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "results/README.md"))
+README, MORE, LADDER, SLIPS = ((ROOT / name).read_text(encoding="utf-8") for name in (
+    "README.md", "results/README.md", "results/ladder.md", "results/paper.md"))
 LINES = dict(memory=155, muon=130, poly=130, omega=220, chunks=405, layer=300, shards=105, wiring=260, models=330,
-             common=330, train=574, data=440, recall=370, eval=440, episodic=280, bench=310, sample=105, test_all=2775)
+             common=330, train=574, data=440, recall=370, eval=440, episodic=280, bench=310, sample=105, test_all=2806)
 PROGRAM = 4633                                                # lines of all but test_all.py
 ORDER = "memory muon poly omega chunks layer shards wiring models train".split()         # no import runs to the right
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
 
 
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.S))
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README + LADDER + SLIPS, re.S))
 def test_readme_examples_run(block, monkeypatch, tmp_path):
     """Catches an example that a change of the API has broken."""
     monkeypatch.setattr(chunks, "run", chunks.run)
@@ -2574,23 +2575,53 @@ def test_readme_examples_run(block, monkeypatch, tmp_path):
     exec(block, {})
 
 
-@pytest.mark.parametrize("diff, case", list(zip(re.findall(r"```diff\n(.*?)```", README, re.S),
-                                                ({}, dict(muon_every=2)), strict=True)), ids=["nesterov", "sign"])
-def test_readme_change_of_the_rule(diff, case, monkeypatch):
-    """Catches a diff that no longer fits the files, or whose chunk form is another rule than its reference."""
-    sources, changed = [CODE["omega"], CODE["chunks"]], {}
-    for hunk in re.findall(r"(?:^-.*\n)+(?:^\+.*\n)+", diff, re.M):
-        old, new = ("".join(re.findall(rf"^\{sign}(.*\n)", hunk, re.M)) for sign in "-+")
-        assert sum(source.count(old) for source in sources) == 1, f"no line {old}"
+def patched(diff, *sources):
+    """The sources after a diff, whose hunks fit one place each; .. at the end of a hunk is the rest of a line."""
+    for hunk in re.findall(r"(?:^[ +-].*\n)+", diff, re.M):
+        old, new = ("".join(re.findall(rf"^[ {sign}](.*\n)", hunk, re.M)).removesuffix("..\n") for sign in "-+")
+        assert sum(source.count(old) for source in sources) == 1, f"not one place for {old}"
         sources = [source.replace(old, new) for source in sources]
+    return sources
+
+
+@pytest.mark.parametrize("diff", re.findall(r"```diff\n(.*?)```", README + LADDER.split("## Change")[1], re.S))
+def test_readme_change_of_the_rule(diff, monkeypatch):
+    """Catches a diff that no longer fits the files, or whose chunk form is another rule than its reference."""
+    sources, changed = patched(diff, CODE["omega"], CODE["chunks"]), {}
     for name, source in zip(("omega", "chunks"), sources):
         monkeypatch.setitem(sys.modules, name, made := types.ModuleType(name))
         exec(source, made.__dict__)
         changed |= vars(made)
-    rule, phi, x = problem(**case)
+    rule, phi, x = problem(muon_every=2 * ("sign" in diff))
     ys = [play(form, rule, phi, x)[0] for form in (changed["run"], changed["omega_ref"], omega_ref)]
     close(ys[0], ys[1])
     assert not torch.allclose(ys[0], ys[2]), "nothing has changed"
+
+
+PRINTED = dict(memory="gated", window=3, error="chunk", ns_steps=5, ns_coefficients="muon")
+RUNGS = [("linear", dict(chunk=1)), ("deltanet", dict(chunk=1)), ("titans", dict(chunk=1, memory="mlp")),
+         ("omeganet", dict(chunk=1, memory="mlp")), ("atlas", dict(chunk=1, **PRINTED)),
+         ("atlas", dict(chunk=4, muon_every=1, **PRINTED)), ("atlas", dict(chunk=4, **PRINTED)),
+         ("atlas", dict(chunk=4, window=3)), ("atlas", dict(chunk=4, memory="mlp"))]
+
+
+def test_ladder():
+    """Builds the function of each rung by the diffs. Catches a diff that does not fit, or makes another rule than the
+    project's model."""
+    source, *_ = re.findall(r"```python\n(.*?)```", LADDER, re.S)
+    diffs = re.findall(r"```diff\n(.*?)```", LADDER.split("## Change")[0], re.S)
+    for (name, given), diff in zip(RUNGS, ["", *diffs, ""], strict=True):        # the last one twice: matrix and MLP
+        source, = patched(diff, source)
+        exec(source, made := {})
+        c = models.configure(name, forget="zero", max_norm=0.0, **given)
+        rule, phi, x = problem(features=c.features, momentum=c.momentum, S0=False, **rule_of(c)._asdict())
+        x, M0 = x if c.keep else filled(x, keep=1.0), [w for n, w in x.items() if n.startswith("M0")]
+        made["NS"] = partial(newton_schulz_ref, steps=rule.ns_steps, coefficients=rule.ns_coefficients)
+        want = play(omega_ref, rule, phi, x)[0]
+        for b, h in (0, 0), (1, 1):
+            parts = [a if a is None else a[b, h] for a in map(x.get, ("q", "k", "v", *Gates._fields[:4]))]
+            close(made["rule"](rule.memory, [w[h] for w in M0], phi, *parts, rule.chunk), want[b, h])
+    assert len(LADDER.splitlines()) <= 150 and max(map(len, LADDER.splitlines())) <= 100
 
 
 def test_commands(monkeypatch, capsys):
@@ -2600,7 +2631,7 @@ def test_commands(monkeypatch, capsys):
         train.main(["--help"])
     flags = set(sum(re.findall(r"^  (--[a-z-]+)(?:, (--no-[a-z-]+))?", capsys.readouterr().out, re.M), ()))
     spans = re.findall(r"^ *((?:python|torchrun) .*?)(?:  | [<#]|$)", "\n".join([README, *CODE.values()]), re.M)
-    spans += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", README + MORE, flags=re.S))
+    spans += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", README + MORE + LADDER, flags=re.S))
     commands = [re.search(r"(?:python|torchrun \S+ \d) (?!test_all)(\w+)\.py(.*)|^(--.*)", a, re.S) for a in spans]
     assert len(commands := [c for c in commands if c]) > 90
     ignored = (ROOT / ".gitignore").read_text()
@@ -2623,18 +2654,18 @@ def test_commands(monkeypatch, capsys):
 
 def test_readme_names_choices_links():
     """Catches a function that is gone, a choice told nowhere, a dead link, a figure that was never filled in."""
-    for name, attribute in re.findall(rf"\b({'|'.join(LINES)})\.(?!py|png|bin)(\w+)", README):
+    for name, attribute in re.findall(rf"\b({'|'.join(LINES)})\.(?!py|png|bin)(\w+)", README + LADDER):
         owners = importlib.import_module(name), *([models.Memory] if name == "layer" else [])
         assert any(hasattr(owner, attribute) for owner in owners), f"{name}.{attribute}"
     cited = {int(n) for text in CODE.values() for part in re.findall(r"\bchoices?\s+(\d(?:[\d,\s-]|and)*)", text)
              for low, high in re.findall(r"(\d+)(?:\s-\s(\d+))?", part) for n in range(int(low), int(high or low) + 1)}
     told = [int(n) for n in re.findall(r"^(\d+)\. \*\*", README, re.M)]
     assert told == list(range(1, len(told) + 1)) and cited == set(told), cited ^ set(told)
-    for link in re.findall(r"\]\(([^)#]+)", README):
-        assert (ROOT / link).exists(), link
+    for folder, text in (".", README), ("results", MORE + LADDER + SLIPS):
+        assert [a for a in re.findall(r"\]\(([^)#]+)", text) if not (ROOT / folder / a).exists()] == []
     files = [p for p in (ROOT / "results").iterdir() if p.name not in ("README.md", "gpu.log")]
     assert set(re.findall(r'\$out/([^"]+)"', (ROOT / "results/gpu.sh").read_text())) == {"gpu.log", "gpu.json"}
-    assert len(files) <= 22 and all(p.stat().st_size < 100_000 for p in files)
+    assert len(files) <= 23 and all(p.stat().st_size < 100_000 for p in files)
     assert [p.name for p in files if p.name not in README + MORE and p.suffix != ".log"] == []
     assert not re.findall(r"@[A-Z0-9]+@", README + MORE)
     assert (ROOT / ".ci/run").exists()
