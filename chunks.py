@@ -31,8 +31,8 @@ token whose window holds it, which makes c * window pairs. A chunk is one block.
     E = keepprod' o (X W_0) + u' o (X S_0) + (P' o X X^T) D - V,   D = E / |x_i|^2    or    (I + A) E = E_0
 
 E_0 are the errors if the chunk had written nothing, and A[i, j] = -(P' o X X^T)[i, j] / |x_j|^2 is strictly lower
-triangular. The idea is DeltaNet's (Yang et al. 2024, arXiv 2406.06484) and, with momentum, Momentum DeltaNet's (Huang
-et al. 2026, arXiv 2605.05838).
+triangular. due is 1 then, and NS(-U) is scaled to come nearest to -U. The idea is DeltaNet's (Yang et al. 2024, arXiv
+2406.06484) and, with momentum, Momentum DeltaNet's (Huang et al. 2026, arXiv 2605.05838).
 """
 import sys
 from functools import partial

@@ -15,7 +15,7 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
     M, W, M0   M_t, M_0     M_t, M_0      fast weights of one sequence and head; their learned start
     S          S_t          S_t           momentum of the gradients
     U, due     -            -             steps of a block that wait: decayed sums of step S, of step (choice 15)
-    O          -eta_t S'_t  -             what a block then adds to W: -due NS(U); without Newton-Schulz -U
+    O          -eta_t S'_t  -             what a block then adds to W: -due NS(U) (choice 24: another length), or -U
     keep       alpha_t      1 - alpha_t   fraction of the memory retained, in (0, 1]
     step       eta_t        -             inner step size, > 0  (choice 4)
     momentum   theta_t      eta_t         momentum decay, in [0, 1)

@@ -1,7 +1,7 @@
 """train.py - the outer loop: text in, checkpoints and a log out. The inner loop, which learns as it reads: omega.py.
 
     python train.py                                      the default ATLAS: tiny, on CUDA baby
-    python train.py --data my.txt --window 1 --no-muon   your own text; nearly every field of models.Config is a flag
+    python train.py --data my.txt --degree 1 --no-muon   your own text; nearly every field of models.Config is a flag
     python train.py --plot out out2                      draw the curves of runs
     python train.py --resume                             go on where OUT/ckpt.pt stopped (--steps N: train longer)
     python train.py --init out --data my.txt --out new   begin a new run with the weights of another
@@ -98,7 +98,7 @@ NO_FLAG = "vocab_size", "attention"                           # which the tokeni
 LAUNCH = {"out", "resume", "device", "compile", "graph", "threads", "wandb", "tensorboard"}   # never from a checkpoint
 RATES = {"lr", "outer_muon_lr"}                               # may be lower on --resume
 FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "report_tokens"}        # may differ
-KEPT = {"model", "size", "tokenizer"}             # --init takes them from the checkpoint
+KEPT = {"model", "size", "tokenizer"}                         # --init takes them from the checkpoint
 
 
 def keep_to(old, names, given):
@@ -287,8 +287,7 @@ def check_finite(step, loss, norm):
     """Raise Halt if the loss or the gradient norm of a step is not finite."""
     if not math.isfinite(float(loss + norm)):
         raise Halt(f"step {step} is the first that is not finite: loss {float(loss)}, gradient norm {float(norm)}; "
-                   "stopped, saved files are intact; "
-                   f"lower {'--lr or --outer-muon-lr' if step > 1 else '--max-step'}")
+                   f"stopped, saved files are intact; lower {'--lr or --outer-muon-lr' if step > 1 else '--max-step'}")
 
 
 def train_step(model, optimizers, task, step):
