@@ -13,8 +13,8 @@ are four tokens in two blocks of two, with a window of 2. a is keep, e step, g g
 Keep[t, s] is what is left at token t of what token s wrote. Mom is the same of momentum. Wait is -Keep times the steps,
 inside of blocks. X and D have the rows x_i and d_i:
 
-    S_t  = (Mom Gate)[t] X^T D + momprod_t S_0                                                     Eq 33, 39
-    -U_t = P[t] X^T D + u_t S_0         P = Wait Mom Gate,  u = Wait momprod       what waits in the block of t
+    S_t  = sum_i (Mom Gate)[t, i] x_i^T d_i + momprod_t S_0                                        Eq 33, 39
+    -U_t = sum_i P[t, i] x_i^T d_i + u_t S_0    P = Wait Mom Gate,  u = Wait momprod    steps not yet applied
     O_j  = due_j NS(-U at its end)      due = -Wait 1; without Newton-Schulz O = -U      the update of block j
     W_t  = keepprod_t W_0 + sum over ended blocks j of Keep[t, end of j] O_j                       Eq 16, 32
 
@@ -25,13 +25,13 @@ that tokens multiply by the matrix, and all are read at once, by attention with 
     r_t (W_t - U_t) = keepprod_t r_t W_0 + u_t r_t S_0 + sum_j Keep[t, end of j] r_t O_j + ((P o R X^T) D)_t
 
 where o multiplies elementwise. With error = "token" (choice 24) the error of a pair at token t is what x_i reads after
-token t - 1, minus v_i. P', keepprod' and u' are P, keepprod and u moved down by a row. A pair has another error at each
-token whose window holds it, which makes c * window pairs. A chunk is one block. So the errors E solve
+token t - 1, minus v_i. P', keepprod' and u' are P, keepprod and u moved down by a row. A pair has a different error at
+each token whose window holds it, which makes c * window pairs. A chunk is one block. So the errors E solve
 
     E = keepprod' o (X W_0) + u' o (X S_0) + (P' o X X^T) D - V,   D = E / |x_i|^2    or    (I + A) E = E_0
 
 E_0 are the errors if the chunk had written nothing, and A[i, j] = -(P' o X X^T)[i, j] / |x_j|^2 is strictly lower
-triangular. due is 1 then, and NS(-U) is scaled to come nearest to -U. The idea is DeltaNet's (Yang et al. 2024, arXiv
+triangular. NS(-U) is then scaled to come nearest to -U, so due is 1. The idea is DeltaNet's (Yang et al. 2024, arXiv
 2406.06484) and, with momentum, Momentum DeltaNet's (Huang et al. 2026, arXiv 2605.05838).
 """
 import sys

@@ -3,7 +3,7 @@
 `paper` is the rule as printed, for one sequence and head. `omega_ref` is the rule as this project runs it: any loss,
 gradients at chunk boundaries, blocks that share a Newton-Schulz, a state to go on from. chunks.py computes the same
 function fast. With forget = "start" W is counted from M0 in all of this, and M0 is added where the memory is applied
-(choice 21). Symbols: memory.py. Choices: README.
+(choice 21). Symbols: memory.py. Choices: results/choices.md.
 """
 from functools import partial
 from typing import NamedTuple
