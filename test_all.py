@@ -99,7 +99,7 @@ def conditioned(cond, *shape):
     return (U * torch.logspace(0, -math.log10(cond), min(shape[-2:]), dtype=torch.float64)) @ Vh, U @ Vh
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 48), (2, 48, 8), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 48), (2, 48, 8)], ids=str)
 def test_ns_against_svd(shape):
     """Singular vectors stay, values come into the measured band; the cubic comes to U V^T. Catches: a mistyped
     coefficient, tall matrices on their long side, a pass-through of some shapes (titans-pytorch's)."""
@@ -178,7 +178,7 @@ def test_outer_muon():
         close(results[1][i] - first[i], p - first[i], 2e-3)   # of 0.07
 
 
-@pytest.mark.parametrize("more", [{}, dict(tie=True), dict(wiring="mac")], ids=str)
+@pytest.mark.parametrize("more", [{}, dict(tie=True, wiring="mac")], ids=str)
 def test_who_trains_what(more):
     """Catches: a gate, M0 or the head in Muon or decayed; a parameter in two groups, or in none; tied ones in both."""
     class tc:
@@ -210,7 +210,7 @@ def make_phi(kind, dim, degree=2):
     return phi
 
 
-@pytest.mark.parametrize("dim, degree", [(3, 1), (3, 2), (3, 3), (3, 4), (2, 5), (1, 3)])
+@pytest.mark.parametrize("dim, degree", [(3, 2), (3, 4), (1, 3)])
 def test_phi_kernel(dim, degree):
     """phi(x) . phi(y) = sum_i s_i^2 (x . y)^i, of C(D + p, p) features. Catches: multinomial weights without root."""
     phi, x, y = make_phi("monomial", dim, degree), randn(2, 5, dim), randn(2, 7, dim)
@@ -327,39 +327,30 @@ def with_gradients(leaves, fn, rule, phi, *how):
     return [y, state, now, list(torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True))]
 
 
+TOKEN = dict(error="token")
 EQUAL = {                                                     # differences from `problem`
     "titans":                  dict(window=1, chunk=8, T=14),
     "omeganet":                dict(window=5, chunk=8, momentum=False, features="monomial", T=21),
     "window beyond the chunk": dict(loss="dot", window=12, T=15),
-    "window beyond the text":  dict(memory="linear", window=12, momentum=False, features="monomial", T=9),
-    "gated":                   dict(memory="gated", window=5, chunk=8),
     "T = 1":                   dict(memory="gated", chunk=8, T=1),
-    "huber":                   dict(loss="huber"),
     "lp":                      dict(memory="gated", loss="lp"),
-    "to M0":                   dict(forget="start", features="monomial"),
-    "to M0, gated, norm":      dict(memory="gated", forget="start", norm=True, momentum=False),
     "norm":                    dict(norm=True, loss="huber"),
+    "to M0, gated, norm":      dict(memory="gated", forget="start", norm=True, momentum=False),
     "ball":                    dict(ball=0.5, features="monomial"),
     "atlas":                   dict(muon_every=1, window=5, chunk=8, features="monomial"),
-    "atlas, window > chunk":   dict(muon_every=1, memory="gated", loss="dot", window=12, T=9),
-    "atlas, ball":             dict(muon_every=1, ball=0.5, memory="linear"),
     "blocks of 2":             dict(muon_every=2, memory="gated", chunk=8, norm=True, forget="start"),
     "ragged blocks":           dict(muon_every=3, memory="linear", window=1, chunk=8, features="monomial", T=21),
     "blocks, no momentum":     dict(muon_every=2, momentum=False),
     "blocks, ball":            dict(muon_every=3, ball=0.5, forget="start"),
-    "block = chunk":           dict(muon_every=8, chunk=8, window=5, T=21),
-    "cubic, six steps":        dict(muon_every=2, ns_steps=6, ns_coefficients="cubic", features="monomial"),
-    "reset":                   dict(reset=[4, 8, 20], forget="start", window=5, T=21),
-    "reset, blocks":           dict(reset=[8, 16], forget="start", chunk=8, muon_every=3, memory="linear", T=21),
-} | {f"token, {name}": dict(error="token", **case) for name, case in {
-    "matrix":                  dict(memory="linear", window=1, chunk=8, T=14),
-    "window":                  dict(memory="linear", window=5, momentum=False, features="monomial"),
-    "mlp, block = chunk":      dict(muon_every=4),
-    "gated, to M0":            dict(memory="gated", forget="start", chunk=8, T=14),
-    "dot":                     dict(loss="dot", muon_every=4, ball=0.5),
-    "reset":                   dict(memory="linear", reset=[4, 8, 20], forget="start", window=5, T=21),
-    "matrix, block = chunk":   dict(memory="linear", muon_every=8, chunk=8, window=5, T=21),
-}.items()}
+    "block = chunk":           dict(muon_every=8, chunk=8, window=5, T=21, ns_steps=6, ns_coefficients="cubic"),
+    "reset":                   dict(reset=[8, 16], forget="start", chunk=8, muon_every=3, memory="linear", T=21),
+    "token, window":           dict(TOKEN, memory="linear", window=5, momentum=False, features="monomial"),
+    "token, block = chunk":    dict(TOKEN, muon_every=4),
+    "token, gated":            dict(TOKEN, memory="gated", forget="start", chunk=8, T=14),
+    "token, dot":              dict(TOKEN, loss="dot", muon_every=4, ball=0.5),
+    "token, reset":            dict(TOKEN, memory="linear", reset=[4, 8, 20], forget="start", window=5, T=21),
+    "token, matrix":           dict(TOKEN, memory="linear", muon_every=8, chunk=8, window=5, T=21),
+}
 
 
 @pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
@@ -398,10 +389,10 @@ def test_omega_ref_is_the_rule_as_printed(kind, window):
 
 
 def test_errors_at_the_token_need_no_chunk():
-    """Twenty random rules: with errors of the token before, a matrix memory is the same in chunks of 1, 4, 16 and 64,
+    """Six random rules: with errors of the token before, a matrix memory is the same in chunks of 1, 4, 16 and 64,
     also in pieces, with gradients. Catches: an error of another token, a pair of another window, a chunk's edge."""
     random = np.random.default_rng(0)
-    for _ in range(20):
+    for _ in range(6):
         T, pick = 64 + random.integers(1, 8), lambda *choices: choices[random.integers(len(choices))]
         how = dict(memory="linear", error="token", window=pick(1, 5), features=pick("none", "monomial", "sketch"))
         how |= dict(forget=pick("zero", "start"), momentum=pick(True, False), T=T, B=1, S0=False)
@@ -417,20 +408,12 @@ def test_errors_at_the_token_need_no_chunk():
             results.append([y, now, list(grads)])
         for found in results[1:]:
             close(found, results[0])
-
-
-def test_what_errors_at_the_token_do_not_know():
-    """Catches: a rule that chunks.run computes as another one, in silence."""
-    for more in dict(loss="huber"), dict(norm=True), dict(muon_every=2):
-        with pytest.raises(ValueError, match="error token needs"):
-            play(chunks.run, *problem(error="token", **more))
-    play(chunks.run, *problem(error="token", norm=True, memory="linear"))
+    with pytest.raises(ValueError, match="error token needs"):
+        play(chunks.run, *problem(**TOKEN, norm=True))
 
 
 @pytest.mark.parametrize("case", [
-    dict(window=1), dict(features="monomial", momentum=False, forget="start", T=7),
-    dict(muon_every=2, forget="start", memory="linear", features="monomial"), dict(memory="gated", chunk=16, T=15)],
-    ids=str)
+    dict(features="monomial", momentum=False, forget="start", T=7), dict(muon_every=2, window=1, memory="gated")], ids=str)
 def test_shards(case):
     """Local memories side by side are shards_ref, whole and in pieces, gradients too. Catches: a shard that goes on
     from another, or writes into the next sequence; sums of k k^T that stay."""
@@ -443,21 +426,6 @@ def test_shards(case):
     want = results(shards.shards_ref)
     for fn, *cuts in (shards.shards,), (shards.shards, 1, 3, 5, 6), (shards.shards_ref, 4):
         close(results(fn, *cuts), want)
-
-
-def test_two_tokens_by_hand():
-    """M(x) = x W of one number, W = 2. Token 1 (k 1, v 1, gate .5): g = .5 (2 - 1). Token 2 (k -1, v 2, gates .25, 1),
-    in the same chunk: g = .25 (2 - 1) - (-2 - 2). Catches: decay after the write, a step inside S, gates in reverse."""
-    one = lambda *a: torch.tensor(a, dtype=torch.float64)[None, None]
-    gates = Gates(one(0.5, 0.9), one(0.1, 0.2), one(0.7, 0.8), one([9.0, 0.5], [0.25, 1.0]))
-    q, k, v = one([3.0], [1.0]), one([1.0], [-1.0]), one([1.0], [2.0])
-    S1, S2 = 0.5, 0.8 * 0.5 + 4.25
-    W1 = 0.5 * 2 - 0.1 * S1
-    W2 = 0.9 * W1 - 0.2 * S2
-    rule, phi = Rule("linear", window=2, chunk=2), Features("none", 1)
-    for fn in (chunks.run, omega_ref):
-        y, state = fn(rule, phi, q, k, v, gates, start(rule, phi, [one([2.0])[0]], 1))
-        close([y, state.W[0], state.S[0]], [one([3 * W1], [W2]), one([W2]), one([S2])])
 
 
 # ---- special cases, each against a formula that shares no code with the rule
@@ -487,7 +455,7 @@ def test_linear_attention():
 
 
 MATRIX = {                                                    # differences from: window 1, chunk 1, no momentum
-    "gated delta rule": dict(), "to M0": dict(forget="start"), "Eq 11": dict(window=3), "Eq 16": dict(chunk=4),
+    "to M0": dict(forget="start"), "Eq 11": dict(window=3), "Eq 16": dict(chunk=4),
     "Eq 33": dict(window=3, momentum=True), "Eq 32": dict(window=3, muon_every=1, momentum=True),
     "choice 15": dict(chunk=8, muon_every=3, momentum=True), "choice 15, no momentum": dict(chunk=4, muon_every=2)}
 
@@ -530,7 +498,7 @@ def test_titans(chunk):
 
 
 @pytest.mark.parametrize("kind, loss, forget, error", [
-    ("linear", "l2", "zero", "token"), ("mlp", "dot", "start", "chunk"), ("gated", "l2", "start", "chunk")])
+    ("linear", "l2", "zero", "token"), ("gated", "dot", "start", "chunk")])
 def test_monomials_converge_to_exp(kind, loss, forget, error):
     """Eq 22 as a limit, in deep memories too, with gradients, whole and in pieces. Catches: keys lost or shifted."""
     rule, phi, x = problem(T=9, memory=kind, loss=loss, forget=forget, error=error, features="exp", D=2, S0=False)
@@ -584,7 +552,7 @@ def test_no_text_makes_the_memory_run_away():
         assert bool(ball) == bool(y.isfinite().all()) and (not ball or max(map(norm, state.W)) <= ball * 1.001)
 
 
-@pytest.mark.parametrize("preset", ["titans", "omeganet", "swla", "dla", "atlas", "atlas++"])
+@pytest.mark.parametrize("preset", ["titans", "swla", "atlas++"])
 def test_second_derivatives(preset, monkeypatch):
     """A penalty on the gradient of a layer. Catches: a gradient written out that has none of its own, in silence."""
     layer, x, results = shaken(small(preset)).blocks[0].layer, randn(1, 6, 16), []
@@ -614,7 +582,7 @@ def loss_and_gradient(model, x):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-@pytest.mark.parametrize("name", "transformer swa linear titans deepomega omeganet atlas++ token".split())
+@pytest.mark.parametrize("name", "swa titans deepomega atlas++ token".split())
 def test_chunks_compile_whole(name, eager_again):
     """Catches: a graph break in what runs on every chunk, a compiled function that is never called, other numbers."""
     model, x, graphs = shaken(small(MODELS[name][0], **MODELS[name][1])), tokens(2, 5), []
@@ -648,7 +616,7 @@ def tokens(*shape):
     return torch.randint(11, shape)
 
 
-MODELS, TOKEN = {preset: (preset, {}) for preset in models.PRESETS}, dict(error="token")
+MODELS = {preset: (preset, {}) for preset in models.PRESETS}
 MODELS |= {f"{p}-{w}": (p, dict(wiring=w)) for p in ("atlas", "omeganet") for w in wiring.WIRINGS[1:]}
 MODELS |= {
     "two layers": ("atlas", dict(n_layer=2)), "attentions": ("swa", dict(n_layer=2)), "tie": ("atlas", dict(tie=True)),
