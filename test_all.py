@@ -585,7 +585,7 @@ def loss_and_gradient(model, x):
 @pytest.mark.parametrize("name", "swa titans deepomega atlas++ token".split())
 def test_chunks_compile_whole(name, eager_again):
     """Catches: a graph break in what runs on every chunk, a compiled function that is never called, other numbers."""
-    model, x, graphs = shaken(small(MODELS[name][0], **MODELS[name][1])), tokens(2, 5), []
+    model, x, graphs = shaken(made(name)), tokens(2, 5), []
     eager = loss_and_gradient(model, x)
     traced = torch._dynamo.lookup_backend("aot_eager")        # its backward, too, but no code generated
     model.compile_memory(fullgraph=True, backend=lambda graph, inputs: graphs.append(graph) or traced(graph, inputs))
@@ -631,7 +631,15 @@ MODELS |= {
     "token-mac": ("omeganet", dict(TOKEN, memory="linear", wiring="mac")),
     "token-shards": ("titans", dict(TOKEN, memory="linear", window=3, shard=6)),
 }
-every_model = pytest.mark.parametrize("preset, more", MODELS.values(), ids=MODELS.keys())
+KINDS = ["transformer", "swa", "deepomega", "atlas++", "omeganet-mac", "atlas-mag", "atlas-mal", "forget M0", "shards",
+         "token"]
+some_models = lambda *names: pytest.mark.parametrize("name", names)
+
+
+def made(name, **more):
+    """The model of this name, with other differences on top."""
+    preset, its = MODELS[name]
+    return small(preset, **its | more)
 
 
 def in_pieces(model, cuts, *inputs):
@@ -643,13 +651,29 @@ def in_pieces(model, cuts, *inputs):
     return torch.cat(out, 1), state
 
 
-@every_model
+@some_models(*MODELS)
+def test_every_model(name):
+    """Runs forward, on from a state, and backward. Every parameter gets a gradient, and an optimizer's step on a CPU
+    changes it; reading changes none. Catches: dead gates, a detached M0, an inner update under no_grad (the ports'
+    commonest), stride-0 parameters."""
+    model, x = made(name), tokens(2, 11)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    close(in_pieces(model, (6,), x)[0], model(x)[0], 1e-4)
+    model.loss(x[:, :-1], x[:, 1:]).backward()
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    for name, p in model.named_parameters():
+        parts = p.grad.chunk(3) if name.endswith("qkv.weight") else [p.grad]     # of q, k and v
+        assert all(0 < part.abs().max() < math.inf for part in parts) and not torch.equal(p, before[name]), name
+
+
+@some_models(*KINDS)
 @torch.no_grad()
-def test_reading(preset, more):
+def test_reading(name):
     """In pieces, one empty, token by token: the whole. Causal. Rows independent. A state of bounded size.
     Catches: a cache that forgets, repeats, shifts or holds the prompt; the end's memory read at every token, padding on
     both sides, M*(x) of later tokens (four ports leak); one memory for the whole batch."""
-    model, x = shaken(small(preset, **more)), tokens(1, 10).repeat(10, 1)
+    model, x = shaken(made(name)), tokens(1, 10).repeat(10, 1)
     y = (x + torch.eye(10, dtype=torch.long)) % 11            # row j has another token j
     (logits, _), (changed, end) = model(x), model(y)
     for cuts in ((3, 3, 8), tuple(range(1, 10))):
@@ -669,7 +693,7 @@ def test_reading(preset, more):
     assert (held(12) != held(24)) == models.holds_all(model.config)
 
 
-@pytest.mark.parametrize("preset", models.PRESETS)
+@pytest.mark.parametrize("preset", ["swa", "deepomega", "omeganet", "atlas"])
 def test_memory_in_bfloat16(preset, monkeypatch):
     """As on CUDA under autocast: gradients within 8 % of float32's. Catches: gates or Newton-Schulz in bfloat16, fast
     weights that are rounded where a chunk ends."""
@@ -692,7 +716,7 @@ def memory_of(model, state):
     """W and S of the first layer; of shards, which end in the padding, the sum of k k^T; of attention nothing."""
     layer, inner = model.blocks[0].layer, getattr(state[0], "memory", state[0])
     if model.config.shard:
-        return [] if model.config.wiring != "lmm" else [inner.fast.kk]
+        return [inner.fast.kk]
     return [] if model.config.attention else sum(getattr(layer, "memory", layer).weights(inner), ())
 
 
@@ -703,12 +727,12 @@ def alone(model, rows, up):
     return [y for y, _ in read], [memory_of(model, state) for _, state in read], grads
 
 
-@every_model
-def test_padding(preset, more):
+@some_models(*KINDS)
+def test_padding(name):
     """Rows padded on the right say what they say alone, whole and in pieces, and end with their own W and S; gradients,
     too. Catches: padding that writes, decays, moves the momentum, or is seen by a window, attention or convolution."""
-    model = shaken(small(preset, **dict(max_norm=0.0) | more))                   # a ball works at the ends of chunks
-    lengths = 16, 12, 8 if more.get("muon_every") == 4 else 6                    # where blocks end, and not in a gap
+    model = shaken(made(name, max_norm=0.0))                  # a ball works at the ends of chunks
+    lengths = 16, 12, 8 if name == "token" else 6             # where blocks end, and not in a gap
     x, real, up = tokens(3, 16), torch.arange(16) < torch.tensor(lengths)[:, None], randn(3, 16, 11)
     rows = [x[i:i + 1, :n] for i, n in enumerate(lengths)]
     wants, ends, grads = alone(model, rows, [a[:n] for a, n in zip(up, lengths)])
@@ -729,16 +753,15 @@ def test_padding(preset, more):
           [clean, *torch.autograd.grad(clean.sum(), list(layer.parameters()))])
 
 
-@every_model
-def test_reset(preset, more):
+@some_models(*KINDS)
+def test_reset(name):
     """A row with a reset after a gap is two rows, whole, in pieces, with gradients. Catches: W, S, an
     anchor, a pair, a key or the convolution's inputs of the earlier text; a reset of the whole batch."""
-    more = dict(more, persistent=0, **dict(attn_window=4, shard=4 if "shard" in more else 0))
-    more |= dict(attn_window=0) if preset == "transformer" else {}
-    model, x, up = shaken(small(preset, **more)), tokens(2, 16), randn(2, 16, 11)
+    more = dict(persistent=0, attn_window=4 * (name != "transformer"), shard=4 * (name == "shards"))
+    model, x, up = shaken(made(name, **more)), tokens(2, 16), randn(2, 16, 11)
     reset, mask = torch.zeros(2, 16, dtype=torch.bool), torch.ones(2, 16, dtype=torch.bool)
     reset[0, 8], mask[0, 7] = True, False
-    if more.get("forget") == "zero":
+    if model.config.forget == "zero":
         with pytest.raises(ValueError, match="forget"):
             model(x, None, mask, reset)
         return
@@ -754,29 +777,14 @@ def test_reset(preset, more):
             model(x, None, mask, reset.roll(1, 1))
 
 
-@every_model
-def test_every_parameter_learns(preset, more):
-    """At its own start each gets a gradient, and an optimizer's step on a CPU changes it; reading changes none.
-    Catches: dead gates, a detached M0, an inner update under no_grad (the ports' commonest); stride-0 parameters."""
-    model, x = small(preset, **more), tokens(2, 10)
-    before = {name: p.clone() for name, p in model.state_dict().items()}
-    model.loss(x[:, :-1], x[:, 1:]).backward()
-    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
-    torch.optim.AdamW(model.parameters(), lr=0.1).step()
-    for name, p in model.named_parameters():
-        parts = p.grad.chunk(3) if name.endswith("qkv.weight") else [p.grad]     # of q, k and v
-        assert all(part.abs().max() > 0 for part in parts) and not torch.equal(p, before[name]), name
-
-
-@every_model
-def test_low_precision(preset, more):
+@some_models("atlas", "deepomega", "omeganet-mac", "swa", "shards")
+def test_low_precision(name):
     """Models of bfloat16 and half are near the same weights in float32, in pieces, backward, one by one. Catches: M0,
     gates, phi or a turn of 8 bits, fast weights that are not float32."""
     x = tokens(2, 13)
-    for dtype, tol in ((torch.bfloat16, 0.06), (torch.half, 0.01))[:1 + (preset in ("atlas", "swa"))]:
-        model = small(preset, **more).to(dtype)
-        exact, (first, state) = deepcopy(model).float()(x)[0], model(x[:, :6])
-        out = torch.cat([first, model(x[:, 6:], state)[0]], 1)
+    for dtype, tol in (torch.bfloat16, 0.06), (torch.half, 0.01):
+        model = made(name).to(dtype)
+        exact, (out, state) = deepcopy(model).float()(x)[0], in_pieces(model, (6,), x)
         assert out.dtype == dtype and next(model.generate(x[:, :3], 1)).shape == (2,)
         close(out.float(), exact, tol)
         model.loss(x, x).backward()
@@ -785,16 +793,16 @@ def test_low_precision(preset, more):
             assert all(a.dtype == torch.float32 for a in tensors(getattr(state[0], "memory", state[0]).fast))
 
 
-@pytest.mark.parametrize("name", ["atlas", "atlas-mag", "omeganet-mac", "shards"])
+@some_models("omeganet-mac")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped")
 def test_fsdp(name, tmp_path, request):
     """Sharded models say in two calls what plain ones say. Catches: fast weights or keys of another type."""
-    dist, x, (preset, more) = torch.distributed, tokens(2, 13), MODELS[name]
+    dist, x = torch.distributed, tokens(2, 13)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     request.addfinalizer(dist.destroy_process_group)
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
     for dtype, casts in ((None, True), (torch.bfloat16, False), (torch.bfloat16, True)):
-        model = deepcopy(plain := small(preset, **more))
+        model = deepcopy(plain := made(name))
         for part, out in (model.blocks[0], None), (model, torch.float32):
             fsdp.fully_shard(part, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(dtype, None, out, casts))
         first, state = model(x[:, :6])
@@ -807,13 +815,13 @@ def test_fsdp(name, tmp_path, request):
             model.loss(x, x).backward()
 
 
-@every_model
+@some_models(*KINDS)
 @torch.no_grad()
-def test_select_and_save(preset, more):
+def test_select_and_save(name):
     """Rows reordered, repeated and dropped go on as they would alone, in the middle of a chunk and where one begins; a
     file of the state goes on to the bit with an equal model. Catches: M0 cut by rows or saved; a state of another batch
     that is broadcast."""
-    model, x = shaken(small(preset, **more)), tokens(3, 14)
+    model, x = shaken(made(name)), tokens(3, 14)
     other, params = deepcopy(model), {p.data_ptr() for p in model.parameters()}
     for T, rows in (5, [2, 0, 2]), (8, torch.tensor([1, 1, 0, 2])):
         state = model(x[:, :T])[1]
@@ -830,52 +838,24 @@ def test_select_and_save(preset, more):
         assert not params & {a.data_ptr() for a in tensors(state) if a.numel()}
 
 
-def test_a_state_in_a_new_process(tmp_path):
-    """Catches: a file that only the process that wrote it can read."""
-    x, names = tokens(2, 11), ("atlas", "shards", "omeganet-mac", "swa")
-    made = {name: small(MODELS[name][0], **MODELS[name][1]) for name in names}
-    ends = {name: model(x[:, :6])[1] for name, model in made.items()}
-    torch.save({name: [asdict(model.config), model.state_dict(), detach(ends[name]),
-                       model(x[:, 6:], ends[name])[0].detach()] for name, model in made.items()}, tmp_path / "f")
-    subprocess.run([sys.executable, "-c", """if True:
-        import sys, torch, models
-        torch.set_num_threads(1)
-        x, all = torch.tensor(eval(sys.argv[2])), torch.load(sys.argv[1], weights_only=True)
-        for config, weights, state, out in all.values():
-            model = models.LM(models.Config(**config))
-            model.load_state_dict(weights)
-            assert torch.equal(model(x, state)[0], out)
-        """, str(tmp_path / "f"), str(x[:, 6:].tolist())], check=True, cwd=ROOT)
-
-
-MISFITS = [                                                   # model, what the state's model has else, what is told
-    ("atlas", dict(window=2), "window is 2, not 3"), ("atlas", dict(chunk=8), "chunk is 8, not 4"),
-    ("atlas", dict(muon_every=1), "muon_every is 1, not 2"), ("atlas", dict(muon=False), "muon is False"),
-    ("atlas", dict(momentum=False), "momentum is False"), ("atlas", dict(forget="zero"), "forget is zero, not start"),
+@pytest.mark.parametrize("name, more, word", [                # model, what the state's model has else, what is told
+    ("atlas", dict(window=2), "window is 2, not 3"), ("atlas", dict(muon=False), "muon is False"),
     ("atlas", dict(n_head=4, head_dim=4), "n_head is 4, not 2"), ("atlas", dict(shard=8), "shard is 8, not 0"),
-    ("atlas", dict(wiring="mag"), "wiring is mag, not lmm"),
-    ("omeganet-mac", dict(attn_window=5), "attn_window is 5, not 3"), ("atlas-mag", dict(wiring="mac"), "wiring"),
-    ("swa", dict(attn_window=2), "attn_window is 2"), ("titans", dict(features="monomial"), "features is monomial"),
-    ("atlas", dict(memory="gated"), "memory is gated, not mlp")]
-
-
-@pytest.mark.parametrize("name, more, word", MISFITS, ids=str)
+    ("omeganet-mac", dict(attn_window=5), "attn_window is 5, not 3"), ("atlas-mag", dict(wiring="mac"), "wiring")])
 def test_a_state_that_does_not_fit(name, more, word):
     """Catches: a state of another model that runs on in silence, or ends in a riddle about sizes."""
-    (preset, its), x = MODELS[name], tokens(2, 10)
-    model, other = small(preset, **its), small(preset, **{**its, **more})
-    state = other(x[:, :5])[1]
-    for f in (lambda: model(x, state), lambda: model.blocks[0].layer(torch.randn(2, 3, 16), state[0]),
-              lambda: model.check_state(state)):
+    model, x = made(name), tokens(2, 10)
+    state = made(name, **more)(x[:, :5])[1]
+    for f in (lambda: model(x, state), lambda: model.check_state(state)):
         with pytest.raises(ValueError, match=word):
             f()
 
 
-@pytest.mark.parametrize("name", "atlas omeganet-mac atlas-mag deepomega swa shards tie token token-mac".split())
+@some_models(*KINDS)
 @torch.no_grad()
 def test_any_device(name):
     """Catches: what only a CPU's branch can do; numbers read back by the host."""
-    model, state = small(MODELS[name][0], **MODELS[name][1]).to("meta"), None
+    model, state = made(name).to("meta"), None
     for T in (1, 9):
         logits, state = model(torch.zeros(2, T, dtype=torch.long, device="meta"), state)
         assert logits.shape == (2, T, 11)
@@ -920,36 +900,18 @@ def test_config_reaches_the_rule():
     assert [models.configure(preset, "340m", **more).features for preset, more in cases] == ["sketch", "none", "exp"]
 
 
-BAD = [(dict(preset=preset, **more), word) for preset, more, word in (
-    ("altas", {}, "atlas"), ("atlas", dict(window=0), "--window"), ("atlas", dict(n_layer=2.0), "int"),
-    ("atlas", dict(n_layer=True), "int"), ("atlas", dict(memory="cubic"), "gated"),
-    ("atlas", dict(n_head=5, head_dim=0), "--n-head"), ("atlas", dict(max_norm=math.nan), "--max-norm"),
-    ("atlas", dict(features="exp"), "--no-muon"), ("swa", dict(wiring="mag"), "memory"),
-    ("atlas", dict(shard=4, wiring="mac"), "--shard"), ("atlas", dict(degree=4, head_dim=64), "107 GB"),
-    ("titans", dict(TOKEN, loss="huber"), "l2 or dot"), ("titans", dict(TOKEN, memory="mlp", memory_norm=True), "norm"),
-    ("atlas", dict(muon_every=8), "muon_every of chunk, 64, not 8"))]
-
-
-@pytest.mark.parametrize("more, word", BAD, ids=str)
-def test_bad_configurations(more, word):
-    """Catches: a mistake that is not told in one line with the flag or the choices."""
-    with pytest.raises(ValueError, match=word) as caught:
-        models.configure(**more)
-    assert "\n" not in str(caught.value)
-
-
 def test_bad_arguments():
     """Catches: an AttributeError or a riddle about sizes from inside, where the caller's mistake should be named."""
     model, x, hidden = small("omeganet"), tokens(2, 6), torch.randn(2, 6, 16)
-    state, layer, first = model(x)[1], model.blocks[0].layer, lambda *args, **how: next(model.generate(*args, **how))
+    state, layer, first = model(x)[1], model.blocks[0].layer, lambda *args: next(model.generate(*args))
     for word, f, *args in (
-        ("of its own, not a tuple", layer, hidden, state), ("states of its layers", model, tokens(2, 3), state[0]),
-            ("indices", select, state, 0), ("indices", select, state, [0.5]),
-            ("not a str", model.check_state, {"step": 1}),
-        (r"\(B, T >= 1", first, x[0], 3), (r"\(B, T >= 1", first, x[:, :0], 3), (r"\(B, T >= 1", model, x[0]),
-        ("at least 0", first, x, 3, -1.0), ("at least 0", first, x, 3, 1.0, -1), ("target", model.loss, x, x[:, 1:]),
-        *(("top_p to 1", first, x, *bad) for bad in ((3, math.nan), (3, 1.0, 0, math.nan), (3, 1.0, 0, 1.5), (-1,))),
-        ("n_layer is 2", model, x, state * 2), (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]),
+        ("atlas", models.configure, "altas"), ("int", partial(models.configure, n_layer=2.0)),
+        ("l2 or dot", partial(models.configure, "titans", error="token", loss="huber")),
+        ("of its own, not a tuple", layer, hidden, state), ("states of its layers", model, x, state[0]),
+        ("n_layer is 2", model, x, state * 2), ("not a str", model.check_state, {"step": 1}),
+        ("indices", select, state, [0.5]), (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]),
+        (r"\(B, T >= 1", first, x[:, :0], 3), (r"\(B, T >= 1", model, x[0]), ("target", model.loss, x, x[:, 1:]),
+        ("at least 0", first, x, 3, 1.0, -1), ("top_p to 1", first, x, 3, math.nan), ("top_p to 1", first, x, 3, 1.0, 0, 2),
     ):
         with pytest.raises(ValueError, match=word):
             f(*args)
@@ -973,7 +935,7 @@ def softmax_attention(q, k, v, seen):
     return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("window", [0, 1, 3])
+@pytest.mark.parametrize("window", [0, 3])
 @torch.no_grad()
 def test_attention_by_hand(window):
     """Catches: a window off by one, a lost norm, a prefix with a position or out of sight, turns the other way."""
@@ -1085,7 +1047,7 @@ def test_adapted_gates():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("features", ["none", "monomial", "elementwise", "sketch", "exp"])
+@pytest.mark.parametrize("features", ["monomial", "sketch", "exp"])
 def test_a_step_of_1_learns_a_pair(features):
     """Catches: error = "token" with steps that |phi(k)|^2 does not divide, or a norm of another phi."""
     rule, one, M0 = Rule("linear", chunk=4, forget="start", error="token"), torch.ones(2, 2, 7), torch.zeros(2, 1, 8)
@@ -1097,7 +1059,7 @@ def test_a_step_of_1_learns_a_pair(features):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("memory, muon", [("linear", False), ("linear", True), ("mlp", True), ("gated", False)])
+@pytest.mark.parametrize("memory, muon", [("linear", False), ("mlp", True)])
 def test_steps_at_their_bound_do_not_explode(memory, muon):
     """Full steps and long momentum on random tokens, without a ball: |W| was 1e7 to 1e42. Catches a step or a pair's
     gradient that nothing divides."""
@@ -1118,13 +1080,13 @@ def test_dropout():
     assert torch.equal(model.eval()(x)[0], plain(x)[0])
 
 
-@pytest.mark.parametrize("name", ["atlas", "omeganet-mac", "swa"])
+@some_models("omeganet-mac", "swa")
 def test_remat(name):
     """Backward computes each block again and finds the same gradients, with dropout. Catches: a --remat in vain."""
     calls, found, x = [], [], tokens(2, 9)
     for remat in (False, True):
         torch.manual_seed(0)
-        model = small(MODELS[name][0], **{**MODELS[name][1], "dropout": 0.5, "n_layer": 2})
+        model = made(name, dropout=0.5, n_layer=2)
         model.remat = remat
         for block in model.blocks:
             block.layer.register_forward_hook(lambda *_: calls.append(remat))
@@ -1134,11 +1096,10 @@ def test_remat(name):
     assert (calls.count(False), calls.count(True)) == (4, 6) and all(map(torch.equal, *map(tensors, found)))
 
 
-@pytest.mark.parametrize("name", ["atlas", "omeganet-mac", "deepomega", "swa"])
+@some_models("atlas", "omeganet-mac")
 def test_autocast_keeps_the_memory_in_float32(name, monkeypatch):
     """Catches: fast weights in bfloat16, where a keep of 0.999 is 1; a loss of three digits; states of bfloat16."""
-    (preset, more), x = MODELS[name], tokens(2, 13)
-    model = small(preset, **more)
+    model, x = made(name), tokens(2, 13)
     exact, seen, real = model(x)[0], [], chunks.run
     monkeypatch.setattr(chunks, "run", lambda *args: seen.extend([args, out := real(*args)]) or out)
     with torch.autocast("cpu", torch.bfloat16):
@@ -1146,16 +1107,16 @@ def test_autocast_keeps_the_memory_in_float32(name, monkeypatch):
         rest, state = model(x[:, 6:], state)
         assert first.dtype == torch.bfloat16 and model.loss(x, x).dtype == torch.float32
     close(torch.cat([first, rest], 1).float(), exact, 0.06)
-    assert all(a.dtype == torch.float32 for a in tensors(seen)) and bool(seen) == (preset != "swa")
+    assert all(a.dtype == torch.float32 for a in tensors(seen)) and seen
 
 
 # ---- models.py: the language model
 
-@pytest.mark.parametrize("name", ["atlas", "deepomega", "swa", "transformer", "omeganet-mac"])
+@some_models("atlas", "deepomega", "swa", "omeganet-mac")
 def test_generate(name):
     """Greedy text is what reading everything again says. Catches: a prompt that counts by its last token
     (atlas-pytorch), a state that generating changes, a long prompt that loses pieces, tokens that no gradient takes."""
-    model, x = shaken(small(MODELS[name][0], **MODELS[name][1])), tokens(2, 7)
+    model, x = shaken(made(name)), tokens(2, 7)
     drawn = list(model.generate(x, 8, temperature=0))
     text, (_, state) = torch.cat([x, torch.stack(drawn, 1)], 1), model(x[:, :5])
     assert text.shape == (2, 15) and torch.equal(model(text)[0][:, 6:-1].argmax(-1), text[:, 7:])
@@ -1175,9 +1136,8 @@ def test_generate(name):
 
 
 FILTERS = [                       # temperature, top_k, top_p -> tokens that may come from probabilities .1 .4 .2 .3
-    (1, 0, 1.0, {0, 1, 2, 3}), (1, 2, 1.0, {1, 3}), (1, 1, 1.0, {1}), (1, 9, 1.0, {0, 1, 2, 3}), (1, 0, 0.0, {1}),
-    (1, 0, 0.39, {1}), (1, 0, 0.41, {1, 3}), (1, 0, 0.69, {1, 3}), (1, 0, 0.71, {1, 2, 3}), (1, 3, 0.5, {1, 3}),
-    (0, 0, 1.0, {1}), (1e-40, 0, 1.0, {1})]
+    (1, 0, 1.0, {0, 1, 2, 3}), (1, 2, 1.0, {1, 3}), (1, 9, 1.0, {0, 1, 2, 3}), (1, 0, 0.0, {1}), (1, 0, 0.39, {1}),
+    (1, 0, 0.41, {1, 3}), (1, 0, 0.71, {1, 2, 3}), (1, 3, 0.5, {1, 3}), (0, 0, 1.0, {1}), (1e-40, 0, 1.0, {1})]
 
 
 def test_sample():
@@ -1198,10 +1158,10 @@ def test_loss_by_hand():
     close(model.loss(x, torch.where(torch.arange(9) < 5, y, -100)), -p[:, :5].mean(), 1e-6)
 
 
-@pytest.mark.parametrize("name", ["atlas", "forget M0", "deepomega", "omeganet-mac", "swa"])
+@some_models("atlas", "forget M0", "omeganet-mac", "swa")
 def test_detach(name):
     """Training on segments. Catches: a graph that grows over segments, M0 cut off where all is counted from it."""
-    model, x, y = small(MODELS[name][0], **MODELS[name][1]), tokens(2, 9), tokens(2, 9)
+    model, x, y = made(name), tokens(2, 9), tokens(2, 9)
     _, state = model(x)
     cut, M0 = detach(state), [p for n, p in model.named_parameters() if ".M0." in n]
     assert any(a.grad_fn for a in tensors(state)) and not any(a.grad_fn for a in tensors(cut))
@@ -1212,20 +1172,20 @@ def test_detach(name):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", ["omeganet", "atlas", "atlas-mac", "swa"])
+@some_models("omeganet", "atlas", "atlas-mac", "swa")
 def test_a_gpu_computes_the_same(name, compiled, eager_again):
     """Other kernels, products for recurrences, compiled regions: the numbers of a CPU, in float64."""
-    model, x = shaken(small(MODELS[name][0], **MODELS[name][1])), tokens(2, 24)
+    model, x = shaken(made(name)), tokens(2, 24)
     want = loss_and_gradient(model, x)
     if compiled:
         model.compile_memory()
     close([a.cpu() for a in loss_and_gradient(model.cuda(), x.cuda())], want, 1e-8)
 
 
-@pytest.mark.parametrize("name", ["atlas", "omeganet-mag", "omeganet-mac", "forget M0", "deepomega"])
+@some_models("atlas", "omeganet-mac", "forget M0", "deepomega")
 def test_probe(name):
     """Token by token, the same. Catches: a surprise after the write, persistent tokens counted, M0 as a write."""
-    model, x = shaken(small(MODELS[name][0], **MODELS[name][1])).eval(), tokens(2, 10)
+    model, x = shaken(made(name)).eval(), tokens(2, 10)
     [found] = eval.probe(model, x)
     layer, rule, calls = model.blocks[0].layer, rule_of(model.config), []
     inside = getattr(layer, "memory", layer)
