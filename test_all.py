@@ -1,7 +1,7 @@
 """test_all.py - all tests: no network, no GPU, no files but what is here.
 
     pytest test_all.py                    a minute and a half on two cores; GPU tests skip themselves
-    python test_all.py --mutants          breaks the mathematics in 49 ways; a test must notice each
+    python test_all.py --mutants          breaks the mathematics in 42 ways; a test must notice each
 
 In the order of the modules. A docstring says which mistake a test catches.
 """
@@ -182,8 +182,7 @@ def test_outer_muon():
 @pytest.mark.parametrize("more", [{}, dict(tie=True, wiring="mac")], ids=str)
 def test_who_trains_what(more):
     """Catches: a gate, M0 or the head in Muon or decayed; a parameter in two groups, or in none; tied ones in both."""
-    class tc:
-        optimizer, lr, outer_muon_lr, embed_lr, gates_lr, weight_decay, beta2 = "muon", 1e-3, 0.02, 3.0, 0.5, 0.1, 0.95
+    tc = train.TrainConfig(optimizer="muon", lr=1e-3, outer_muon_lr=0.02, embed_lr=3.0, gates_lr=0.5, weight_decay=0.1)
     model = small("atlas", **more)
     name = {p: n for n, p in model.named_parameters()}
     names = lambda group: {name[p] for p in group["params"]}
@@ -191,14 +190,12 @@ def test_who_trains_what(more):
     (embed, rest, gates), (hidden,) = adamw.param_groups, outer.param_groups
     linear = r"^blocks.*\b(qkv|out_gate|out|mlp\.gate|mlp\.up)\.weight$"
     assert names(hidden) == {n for n in name.values() if re.search(linear, n)}
-    assert names(embed) == {"embed.weight"} and embed["times"] == 3 and not embed["weight_decay"] + rest["weight_decay"]
-    assert names(gates) == {n for n in name.values() if ".gates." in n} and gates["times"] == 0.5
-    assert sum(len(g["params"]) for g in (embed, rest, gates, hidden)) == len(name) and not gates["weight_decay"]
-    assert (hidden["lr"], hidden["weight_decay"], rest["lr"], rest["betas"]) == (0.02, 0.1, 1e-3, (0.9, 0.95))
-    tc.optimizer = "adamw"
-    alone, = train.make_optimizers(model, tc)
+    assert names(embed) == {"embed.weight"} and names(gates) == {n for n in name.values() if ".gates." in n}
+    assert sum(len(g["params"]) for g in (embed, rest, gates, hidden)) == len(name)
+    assert [g["weight_decay"] for g in (embed, rest, gates, hidden)] == [0, 0, 0, 0.1]
+    assert (hidden["lr"], rest["lr"], embed["times"], gates["times"]) == (0.02, 1e-3, 3, 0.5)
+    alone, = train.make_optimizers(model, replace(tc, optimizer="adamw"))
     assert [names(g) for g in alone.param_groups] == [names(embed), names(rest), names(gates), names(hidden)]
-    assert alone.param_groups[3]["weight_decay"] == 0.1
 
 
 # ---- poly.py
@@ -641,7 +638,7 @@ def in_pieces(model, cuts, *inputs):
 def test_every_model(name):
     """Runs forward, on from a state, and backward. Every parameter gets a gradient, and an optimizer's step on a CPU
     changes it; reading changes none. Catches: dead gates, a detached M0, an inner update under no_grad (the ports'
-    commonest), stride-0 parameters."""
+    commonest), stride-0 parameters; numbers read back by the host, which the meta device cannot."""
     model, x = made(name), tokens(2, 11)
     before = {name: p.clone() for name, p in model.state_dict().items()}
     close(in_pieces(model, (6,), x)[0], model(x)[0], 1e-4)
@@ -651,6 +648,7 @@ def test_every_model(name):
     for name, p in model.named_parameters():
         parts = p.grad.chunk(3) if name.endswith("qkv.weight") else [p.grad]     # of q, k and v
         assert all(0 < part.abs().max() < math.inf for part in parts) and not torch.equal(p, before[name]), name
+    assert in_pieces(model.to("meta"), (6,), x.to("meta"))[0].shape == (2, 11, 11)
 
 
 @some_models(*KINDS)
@@ -826,30 +824,6 @@ def test_select_and_save(name):
         assert not params & {a.data_ptr() for a in tensors(state) if a.numel()}
 
 
-@pytest.mark.parametrize("name, more, word", [                # model, what the state's model has else, what is told
-    ("atlas", dict(window=2), "window is 2, not 3"), ("atlas", dict(muon=False), "muon is False"),
-    ("atlas", dict(n_head=4, head_dim=4), "n_head is 4, not 2"), ("atlas", dict(shard=8), "shard is 8, not 0"),
-    ("omeganet-mac", dict(attn_window=5), "attn_window is 5, not 3"), ("atlas-mag", dict(wiring="mac"), "wiring")])
-def test_a_state_that_does_not_fit(name, more, word):
-    """Catches: a state of another model that runs on in silence, or ends in a riddle about sizes."""
-    model, x = made(name), tokens(2, 10)
-    state = made(name, **more)(x[:, :5])[1]
-    for f in (lambda: model(x, state), lambda: model.check_state(state)):
-        with pytest.raises(ValueError, match=word):
-            f()
-
-
-@some_models(*KINDS)
-@torch.no_grad()
-def test_any_device(name):
-    """Catches: what only a CPU's branch can do; numbers read back by the host."""
-    model, state = made(name).to("meta"), None
-    for T in (1, 9):
-        logits, state = model(torch.zeros(2, T, dtype=torch.long, device="meta"), state)
-        assert logits.shape == (2, T, 11)
-    assert state_bytes(state) > 0
-
-
 def test_parameter_counts():
     """Catches: a preset that is silently another model."""
     assert [models.build(preset).num_params() for preset in models.PRESETS] == [
@@ -887,17 +861,25 @@ def test_config_reaches_the_rule():
     assert [models.configure(preset, "340m", **more).features for preset, more in cases] == ["sketch", "none", "exp"]
 
 
+MISFITS = dict(window=2, chunk=8, muon=True, wiring="mag", n_head=1, shard=8, features="none")
+
+
 def test_bad_arguments():
-    """Catches: an AttributeError or a riddle about sizes from inside, where the caller's mistake should be named."""
+    """Catches: an AttributeError or a riddle about sizes from inside, or a state of another model that runs on in
+    silence, where the caller's mistake should be named."""
     model, x, hidden = small("omeganet"), tokens(2, 6), torch.randn(2, 6, 16)
     state, layer, first = model(x)[1], model.blocks[0].layer, lambda *args: next(model.generate(*args))
+    states = {name: small("omeganet", **{name: value})(x)[1] for name, value in MISFITS.items()}
     for word, f, *args in (
+        *((f"{name} is {value}, not", model, x, states[name]) for name, value in MISFITS.items()),
+        ("window is 2, not 3", layer, hidden, states["window"][0]), ("batch is 2, not 1", model, x[:1], state),
+        ("window is 2, not 3", model.check_state, states["window"]), ("not a str", model.check_state, {"step": 1}),
+        ("of its own, not a tuple", layer, hidden, state), ("states of its layers", model, x, state[0]),
+        ("n_layer is 2", model, x, state * 2), ("indices", select, state, [0.5]),
         ("atlas", models.configure, "altas"), ("int", partial(models.configure, n_layer=2.0)),
         ("l2 or dot", partial(models.configure, "titans", error="token", loss="huber")),
-        ("of its own, not a tuple", layer, hidden, state), ("states of its layers", model, x, state[0]),
-        ("n_layer is 2", model, x, state * 2), ("not a str", model.check_state, {"step": 1}),
-        ("indices", select, state, [0.5]), (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]),
-        (r"\(B, T >= 1", first, x[:, :0], 3), (r"\(B, T >= 1", model, x[0]), ("target", model.loss, x, x[:, 1:]),
+        (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]), ("target", model.loss, x, x[:, 1:]),
+        (r"\(B, T >= 1", first, x[:, :0], 3), (r"\(B, T >= 1", model, x[0]),
         ("at least 0", first, x, 3, 1.0, -1), ("top_p to 1", first, x, 3, math.nan),
     ):
         with pytest.raises(ValueError, match=word):
@@ -2559,7 +2541,6 @@ MUTANTS = [                               # what breaks, function, its source, w
     ("Muon trains the head", train.make_optimizers, 'and not name.startswith("head.")', "", "who_trains"),
     ("half of a large batch is lost", train.rehearse, "2 * tc.grad_accum", "tc.grad_accum", "too_large"),
     ("multinomial weights without root", poly.monomials, "r) ** 0.5", "r)", "phi_kernel"),
-    ("a sketch of another scale", poly.Features.__init__, "sketch_dim ** 0.25", "sketch_dim ** 0.5", "sketch"),
     ("exp features without exp", poly.kernel_rows, "(r @ keys.mT).exp()", "r @ keys.mT", "monomials_converge"),
     ("a mean for a sum", memory.loss, "(y - v).square().sum()", "(y - v).square().mean()", "losses_by_hand"),
     ("a lost residual", memory.output, "return r + (F.rms_norm", "return (F.rms_norm", "memory_as_printed"),
@@ -2576,24 +2557,18 @@ MUTANTS = [                               # what breaks, function, its source, w
      "columns[..., None, :]).exp() * hidden.exp()", "extreme"),
     ("the last block of a chunk is lost", chunks.ends, "if ragged(a.shape[-2])", "if False", "omega_is_omega_ref"),
     ("a block counts once", chunks.closing, "kept * due if", "kept if", "omega_is_omega_ref"),
-    ("S_0 does not decay", chunks.closing, "* gates.momentum[..., :1, None]], -2)", "], -2)", "omega_is_omega_ref"),
     ("errors with the other sign", chunks.system, "A = -later(P)", "A = later(P)", "omega_is_omega_ref"),
-    ("errors without S_0", chunks.solved, "E0 + made.u * torch.bmm(x, S)", "E0", "need_no_chunk"),
-    ("an inverse with the other sign", chunks.inverse, "[-c @ b @ a, c]", "[c @ b @ a, c]", "omega_is_omega_ref"),
     ("a step that nothing divides", chunks.solved, "/ made.size", "", "learns_a_pair"),
     ("Newton-Schulz without S_0", chunks.learn, "torch.addcmul(a, close.u[:, r, None], s)", "a", "omega_is_omega_ref"),
     ("reading without P", chunks.read, "scores = P * phi.inner(", "scores = phi.inner(", "omega_is_omega_ref"),
     ("pairs before the first token", chunks.cut, "(pair >= missing)", "(pair >= 0)", "omega_is_omega_ref"),
-    ("a reset that keeps W", chunks.advance, "a.where(~reset[:, :1, None], 0)", "a", "omega_is_omega_ref"),
     ("shards from the whole's memory", shards.shards, "M0, n * B", "whole.M0 or M0, n * B", "test_shards"),
     ("a closed gate forgets", layer.Memory.make_gates, "opened * (-keep)", "(-keep)", "block_by_hand"),
-    ("keys of any length", layer.Memory.project, "unit(q), unit(k)", "unit(q), k", "block_by_hand"),
     ("steps that add up", layer.Memory.most, "else 1 - momentum", "else 1", "do_not_explode"),
     ("short texts vanish", layer.Memory.project, "inputs[:, -n:].clone()", "qkv[:, -n:].clone()", "test_reading"),
     ("padding writes", layer.masked, "gate * looks, reset)", "gate, reset)", "test_padding"),
     ("a reset is not told", layer.masked, "gate * looks, reset)", "gate * looks)", "test_reset"),
     ("M0 does not learn", layer.Memory.with_M0, "tuple(self.M0)", "tuple(m.detach() for m in self.M0)", "test_detach"),
-    ("dropout of one half", models.Block.forward, "x = x + self.dropout(y)", "x = x + y", "test_dropout"),
     ("--remat in vain", models.LM.forward, "self.remat and", "False and", "test_remat"),
     ("top_p stops too early", models.sample, "probs.cumsum(-1) - probs", "probs.cumsum(-1)", "test_sample"),
     ("attention's window off by one", wiring.attend, "(j > i - w)", "(j >= i - w)", "attention_by_hand"),
