@@ -2,6 +2,7 @@
 import argparse
 import csv
 import importlib.util
+import json
 import os
 import platform
 import signal
@@ -116,13 +117,9 @@ def add_flags(group, cls, presets, skip=()):
             group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
 
-def add_device(parser, plot="", threads=0):
-    """Add --device and --threads; with the name of a picture --plot and --json, too."""
+def add_device(parser, threads=0):
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
     parser.add_argument("--threads", type=at_least(int, 0), default=threads, help=f"0: torch decides [{threads}]")
-    if plot:
-        parser.add_argument("--plot", nargs="?", const=plot, metavar="FILE", help=f"draw a picture [{plot}]")
-        parser.add_argument("--json", metavar="FILE", help="keep the results there")
 
 
 def at_least(kind, low, high=2**31 - 1):
@@ -135,32 +132,33 @@ def at_least(kind, low, high=2**31 - 1):
     return number
 
 
-def refuse_unused(given, tasks, uses):
-    """Raise UserError for a given flag that only other tasks use. uses[task] names flags; those in none are for all."""
-    for name in given:
-        users = [task for task in uses if name in uses[task].split()]
-        if users and not set(users) & set(tasks):
-            raise UserError(f"{flag(name)} is not a flag of {' or '.join(tasks)}, but of {', '.join(users)}")
+def add_tasks(parser, tasks, plot, **how):
+    """Add a subcommand for each of tasks, {name: function}, --json for all and --plot for those that `plot` names.
+    Return their parsers. how: more arguments of `add_device`."""
+    group, parsers = parser.add_subparsers(dest="task", metavar="TASK", required=True, prog=parser.prog), []
+    for name, run in tasks.items():
+        parsers.append(one := group.add_parser(name, help=run.__doc__.partition(".")[0], description=run.__doc__))
+        one.set_defaults(run=run, plot=None)
+        one.add_argument("--json", metavar="FILE", help="keep the results there")
+        if name in plot:
+            one.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE", help=f"draw them [{name}.png]")
+        add_device(one, **how)
+    return parsers
 
 
-def task_flags(parser, argv, by_task, uses, cls):
-    """Return the flags that uses[task] allows, with defaults from by_task[task]; `config` holds the fields of cls."""
-    usual = vars(parser.parse_args(argv))
-    given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(usual))))           # None: not given
-    given = {name: a for name, a in given.items() if a is not None}
-    refuse_unused(given, [usual["task"]], uses)
-    args = argparse.Namespace(**usual | by_task.get(usual["task"], {}) | given)
-    args.config = {f.name: vars(args).pop(f.name) for f in fields(cls) if hasattr(args, f.name)}
-    args.plot = args.plot and args.plot.replace("TASK", args.task)
-    return args
+def chosen(args, cls):
+    """Return the fields of a dataclass that were given as flags."""
+    return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
 
-def run_task(tasks, parse, argv):
-    """Run the task that the flags name on their device. Return the exit code."""
+def run_task(parse, argv):
+    """Run the task that the flags name on their device, keep what it returns with --json. Return the exit code."""
     def run():
         args = parse(argv)
         check_files(args.plot, args.json)
-        tasks[args.task](args, setup(args.device, args.threads))
+        results = args.run(args, setup(args.device, args.threads))
+        if args.json and results:
+            Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
     return exit_code(run)
 
 
@@ -227,13 +225,11 @@ def need(package, wanted=True):
         raise UserError(f"this needs {package}: pip install {package}")
 
 
-def picture(path, lines, x, y, log="", level=None, trained=None, marked=None):
-    """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with bands clipped to [0, 1], over axes named x and y. log
-    names the logarithmic axes. `level` is drawn as a dotted line, `trained` or `marked`, (x, label), as a vertical one.
-    No path: no picture."""
+def picture(path, lines, x, y, log="", level=None, marked=None):
+    """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with bands within [0, 1]. x, y name the axes; those in `log`
+    are logarithmic. `level` is a dotted line, marked, (x, label), a vertical one. No path: no picture."""
     if not path:
         return
-    need("matplotlib")
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     ax = figure.subplots(subplot_kw=dict(xlabel=x, ylabel=y))
@@ -246,7 +242,6 @@ def picture(path, lines, x, y, log="", level=None, trained=None, marked=None):
             ax.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
     if level is not None:
         ax.axhline(level, color="gray", linestyle=":", label="guessing")
-    marked = marked if trained is None else (trained, "longest text in training")
     if marked:
         ax.axvline(marked[0], color="gray", linestyle="--", label=marked[1])
     for axis in log:
@@ -255,14 +250,6 @@ def picture(path, lines, x, y, log="", level=None, trained=None, marked=None):
     ax.grid(alpha=0.3)
     figure.legend(loc="outside upper center", fontsize=8, ncols=2)
     save(figure, path)
-
-
-def title(name):
-    """Return a preset, changed or not, as atlas,memory=mlp, in the words of a picture."""
-    words = dict(transformer="transformer (RoPE)", deltanet="DeltaNet", titans="Titans", omeganet="OmegaNet",
-                 atlas="ATLAS")
-    preset, *changes = name.split(",")
-    return ", ".join([words.get(preset, preset), *changes])
 
 
 def save(figure, path):
