@@ -117,19 +117,20 @@ def add_flags(group, cls, presets, skip=()):
             group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
 
-def add_device(parser, threads=0):
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
-    parser.add_argument("--threads", type=at_least(int, 0), default=threads, help=f"0: torch decides [{threads}]")
-
-
-def at_least(kind, low, high=2**31 - 1):
-    """Return an argparse type: a number in [low, high]."""
+def add_number(parser, name, low, usual, help, high=2**31 - 1):
+    """Add a flag for a number in [low, high], whole if low is, or for several if `usual`, the default, is a list."""
     def number(text):
-        value = kind(text)
+        value = type(low)(text)
         if not low <= value <= high:                          # false for nan, too
             raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
         return value
-    return number
+    several, shown = (dict(nargs="+"), " ".join(map(str, usual))) if isinstance(usual, list) else ({}, usual)
+    parser.add_argument(name, type=number, default=usual, metavar="N", help=f"{help} [{shown}]", **several)
+
+
+def add_device(parser, threads=0):
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
+    add_number(parser, "--threads", 0, threads, "0: torch decides")
 
 
 def add_tasks(parser, tasks, plot, **how):

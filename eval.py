@@ -29,7 +29,7 @@ import memory
 import models
 import omega
 import train
-from common import Halt, Parser, UserError, add_tasks, at_least, picture, run_task, save, say
+from common import Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say
 from layer import rule, state_bytes
 from poly import grown
 
@@ -365,21 +365,19 @@ def parse(argv=None):
         argv = ["loss", *argv]
     parser = Parser(prog="eval.py", description=__doc__, usage="python %(prog)s TASK [flags]")
     loss, twice, probe, online, capacity, _ = add_tasks(parser, TASKS, plot=TASKS)
-    count = at_least(int, 0)
     for task in loss, twice, probe:
-        more = dict(nargs="+", default=["out"]) if task is not probe else dict(default="out")
-        task.add_argument("--ckpt", help="checkpoint files, or folders with best.pt or ckpt.pt [out]", **more)
+        several = dict(default="out") if task is probe else dict(default=["out"], nargs="+")
+        task.add_argument("--ckpt", help="checkpoint file, or folder with best.pt or ckpt.pt [out]", **several)
         task.add_argument("--data", help="text to read; only its last tenth is used [the training's]")
     for task in loss, twice:
-        task.add_argument("--batch-size", type=at_least(int, 1), default=8, metavar="N", help="texts at a time [8]")
-    loss.add_argument("--length", type=count, default=0, metavar="N", help="longest window [4 x training's]")
-    probe.add_argument("--length", type=count, default=0, metavar="N", help="tokens to read [as training's windows]")
-    loss.add_argument("--stream", type=count, default=50_000, metavar="N", help="tokens of the stream; 0: none [50000]")
+        add_number(task, "--batch-size", 1, 8, "texts at a time")
+    add_number(loss, "--length", 0, 0, "longest window; 0: 4 times training's")
+    add_number(loss, "--stream", 0, 50_000, "tokens of the stream; 0: none")
     loss.add_argument("--no-write", action="store_true", help="the memory cannot write: what does it bring?")
-    for task, usual in (online, [8, 16, 32]), (capacity, [4, 8, 16, 32, 44, 64, 128]):
-        task.add_argument("--pairs", type=at_least(int, 1), nargs="+", default=usual, metavar="N",
-                          help=f"numbers of pairs [{' '.join(map(str, usual))}]")
-    online.add_argument("--chunk", type=at_least(int, 1), default=1, metavar="N", help="tokens of a chunk [1]")
+    add_number(probe, "--length", 0, 0, "tokens to read; 0: as training's windows")
+    add_number(online, "--pairs", 1, [8, 16, 32], "numbers of pairs")
+    add_number(online, "--chunk", 1, 1, "tokens of a chunk")
+    add_number(capacity, "--pairs", 1, [4, 8, 16, 32, 44, 64, 128], "numbers of pairs")
     return parser.parse_args(argv)
 
 
