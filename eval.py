@@ -1,7 +1,7 @@
 """eval.py - what a model has learned: its loss on a text, a stream without end, its memory at work; and the bare rule.
 
     python eval.py --ckpt out                  short for eval.py loss: validation loss, memory reset and carried, and
-                                               by position; then a stream: exit code 1 on NaN or growing memory
+                                               by position; then a stream: exit code 1 on NaN or a growing state
     python eval.py loss --ckpt out omega --plot         of several, and without writes, drawn
     python eval.py twice --ckpt out --plot     does it know what it has just read? passages that are read twice
     python eval.py probe --ckpt out --plot     gates, writes and inner losses of each layer over a text
@@ -11,14 +11,11 @@
 """
 import copy
 import itertools
-import json
 import math
-import os
 import sys
 import time
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -56,25 +53,30 @@ def frozen(module):
 
 
 @torch.no_grad()
-def position_loss(model, ids, length, batch_size, n_windows):
-    """Return the mean nats at each position (length,) of about n_windows evenly spaced windows, and their number."""
-    device, whole = next(model.parameters()).device, (len(ids) - 1) // length
-    total, n = torch.zeros(length, dtype=torch.float64), 0
-    for x, y in data.windows(ids[: whole * length + 1], length, batch_size, max(1, whole // n_windows)):
-        total += F.cross_entropy(model(x.to(device))[0].mT.float(), y.to(device), reduction="none").sum(0).cpu()
-        n += len(x)
+def position_loss(model, batches):
+    """Return the mean nats at each position of the texts x, y (B, T) in batches, and the number of texts."""
+    total, n, device = 0.0, 0, next(model.parameters()).device
+    for x, y in batches:
+        losses = F.cross_entropy(model(x.to(device))[0].mT.float(), y.to(device), reduction="none")
+        total, n = total + losses.sum(0).double().cpu(), n + len(x)
     return total / n, n
 
 
-def buckets(length):
-    """Return the ranges [0, 16), [16, 32), [32, 64), ... up to length, as pairs."""
-    edges = [0, *(16 * 2**i for i in range(60) if 16 * 2**i < length), length]
-    return list(zip(edges, edges[1:]))
+def evenly(ids, length, batch_size):
+    """Yield about WINDOWS evenly spaced windows of ids."""
+    whole = (len(ids) - 1) // length
+    return data.windows(ids[: whole * length + 1], length, batch_size, max(1, whole // WINDOWS))
+
+
+def buckets(at):
+    """Return [first, end, mean] of the values at positions [0, 16), [16, 32), [32, 64), ... up to len(at)."""
+    edges = [0, *(16 * 2**i for i in range(60) if 16 * 2**i < len(at)), len(at)]
+    return [[a, b, at[a:b].mean().item()] for a, b in zip(edges, edges[1:])]
 
 
 def loss_task(args, device):
     """Print the losses of checkpoints, also by position. Raises Halt where one is not finite."""
-    lines, curve = {}, lambda at: list(zip(*(((a + b) / 2, at[a:b].mean().item()) for a, b in buckets(len(at)))))
+    lines = {}
     for path in args.ckpt:
         ckpt, model, tokenizer, corpus, val = load(path, args, device)
         name, T = f"{ckpt['path']}: {ckpt['preset']}, step {ckpt['step']}", ckpt["train"]["seq_len"]
@@ -86,35 +88,31 @@ def loss_task(args, device):
         say(f"{name}, {model.num_params():,} parameters, trained on {ckpt['data']['used']} in windows of {T}\n"
             f"{len(val):,} validation tokens of {corpus.used}{other}")
         loss = train.report(model, tokenizer, val, T, args.batch_size, max_tokens=train.TrainConfig.report_tokens)
-        how = val, min(args.length or 4 * T, len(val) - 1), args.batch_size, WINDOWS
-        at, n = position_loss(model, *how)
+        shape = min(args.length or 4 * T, len(val) - 1), args.batch_size
+        at, n = position_loss(model, evenly(val, *shape))
         say(f"\nby position, mean of {n} windows of {len(at)}; trained on {T}\n  tokens before   nats/token")
-        for a, b in buckets(len(at)):
-            say(f"  {a + 1:6d} - {b:6d}   {at[a:b].mean():.4f}" + "   longer than in training" * (b > T))
+        for a, b, mean in buckets(at):
+            say(f"  {a + 1:6d} - {b:6d}   {mean:.4f}" + "   longer than in training" * (b > T))
         if not (math.isfinite(loss) and at.isfinite().all()):
             raise Halt(f"{ckpt['path']}: a loss is not finite; its weights have diverged")
         if args.stream:
             stream(model, val, args.stream)
-        lines[name] = curve(at)
+        found = {name: at}
         if args.plot and not (args.no_write or model.config.attention):
-            lines[f"{name}, cannot write"] = curve(position_loss(frozen(model), *how)[0])
+            found[f"{name}, cannot write"], _ = position_loss(frozen(model), evenly(val, *shape))
+        for name, at in found.items():
+            lines[name] = [(a + b) / 2 for a, b, _ in buckets(at)], [mean for *_, mean in buckets(at)]
     picture(args.plot, lines, "tokens before", f"loss [nats/token], mean of {n} windows", log="x",
             marked=(T, "longest text in training"))
     return lines
 
 
 # ---- what was just read
-@torch.no_grad()
-def twice(model, ids, length, batch_size, n):
-    """Return the mean nats (2 length - 1,) at each position of n evenly spaced passages of ids, (N,), each read twice
-    from a new memory. Position length - 1, where the text begins again, is nan."""
-    device, starts = next(model.parameters()).device, torch.arange(n) * ((len(ids) - length) // n)
-    passages = torch.as_tensor(ids).long()[starts[:, None] + torch.arange(length)]
-    losses = [F.cross_entropy(model(x[:, :-1])[0].mT.float(), x[:, 1:], reduction="none")
-              for x in passages.repeat(1, 2).to(device).split(batch_size)]
-    at = torch.cat(losses).double().mean(0).cpu()
-    at[length - 1] = math.nan
-    return at
+def read_twice(ids, length, batch_size):
+    """Return batches x, y of WINDOWS evenly spaced passages of ids, (N,), each repeated."""
+    starts = torch.arange(WINDOWS) * ((len(ids) - length) // WINDOWS)
+    passages = torch.as_tensor(ids).long()[starts[:, None] + torch.arange(length)].repeat(1, 2)
+    return [(part[:, :-1], part[:, 1:]) for part in passages.split(batch_size)]
 
 
 def twice_task(args, device):
@@ -129,8 +127,9 @@ def twice_task(args, device):
         name = f"{ckpt['preset']} ({ckpt['path']})"
         models = {name: model} | ({} if model.config.attention else {f"{name}, cannot write": frozen(model)})
         for name, model in models.items():
-            found = {n: twice(model, ids, n, args.batch_size, WINDOWS) for n in LENGTHS}
+            found = {n: position_loss(model, read_twice(ids, n, args.batch_size))[0] for n in LENGTHS}
             say(f"{name:48}" + "".join(f"{at[: n - 1].mean():8.3f} / {at[n:].mean():.3f}" for n, at in found.items()))
+            found[DRAWN][DRAWN - 1] = math.nan                # nothing says what follows the passage
             at = found[DRAWN].unfold(0, 8, 8).nanmean(-1).tolist()
             lines[name] = [8 * i + 4 for i in range(len(at))], at
     picture(args.plot, lines, "tokens before", f"loss [nats/token], mean of 8 tokens and {WINDOWS} passages",
@@ -139,23 +138,13 @@ def twice_task(args, device):
 
 
 # ---- a stream without end
-def resident(device):
-    """Return the bytes of memory in use by this process, or on the GPU; nan where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return math.nan
-
-
 @torch.inference_mode()
 def stream(model, ids, n):
-    """Read about n tokens through one state. Raises Halt where a loss is not finite or memory grows with the stream."""
-    c, device, state, seen, total, marks = model.config, next(model.parameters()).device, None, 0, 0.0, []
+    """Read about n tokens through one state. Raises Halt where a loss is not finite or the state grows."""
+    c, device, state, seen, total, sizes = model.config, next(model.parameters()).device, None, 0, 0.0, []
     piece = -(-1024 // c.period()) * c.period()               # where chunk and segment end, as a state depends on both
     ids = data.Joined([ids] * (n // len(ids) + piece // len(ids) + 2))[: -(-n // piece) * piece + 1]
-    say(f"\na stream of {n:,} tokens\n     tokens  nats/token  tokens/s  resident MiB  state bytes")
+    say(f"\na stream of {n:,} tokens\n     tokens  nats/token  tokens/s  state bytes")
     began = time.perf_counter()
     for x, y in data.streams(ids, piece, 1):
         logits, state = model(x.to(device), state)
@@ -163,16 +152,15 @@ def stream(model, ids, n):
         seen += y.numel()
         if not math.isfinite(total):
             raise Halt(f"the loss is {total} after {seen:,} tokens of the stream")
-        if 10 * seen >= (len(marks) + 1) * n:                 # another tenth; by the second one all buffers are there
-            marks.append((resident(device), state_bytes(state)))
-            say(f"  {seen:9,}  {total / seen:10.4f}  {seen / (time.perf_counter() - began):8,.0f}  "
-                f"{marks[-1][0] / 2**20:12,.1f}  {marks[-1][1]:11,}")
-    growth = [after / max(before, 1) - 1 if after else 0.0 for before, after in zip(marks[:2][-1], marks[-1])]
-    say(f"since the second line: resident memory {growth[0]:+.1%}, state {growth[1]:+.1%}")
+        if 10 * seen >= (len(sizes) + 1) * n:                 # another tenth; by the second one all buffers are there
+            sizes.append(state_bytes(state))
+            speed = seen / (time.perf_counter() - began)
+            say(f"  {seen:9,}  {total / seen:10.4f}  {speed:8,.0f}  {sizes[-1]:11,}")
+    growth = sizes[-1] / max(sizes[:2][-1], 1) - 1
     if models.holds_all(c):
         say("the state of this model holds every token, so it grows with the stream")
-    elif any(by > 0.05 for by in growth):                     # never true of nan
-        raise Halt("memory grows with the stream")
+    elif growth > 0.05:
+        raise Halt(f"the state grows with the stream: {growth:+.1%} since the second line")
 
 
 # ---- watching a memory at work
@@ -240,12 +228,9 @@ def probe_task(args, device):
     for i, at in enumerate(found, 1):
         by_token = {name: a.mean((0, 1)) for name, a in at.items() if a.dim() == 3 and name != "attn_gate"}
         kept.append({name: by_token.get(name, a.mean()).tolist() for name, a in at.items()})
-        smooth = {name: a.unfold(0, min(16, len(ids)), 1).mean(-1) for name, a in by_token.items()}
-        if model.config.loss == "dot":                        # at M0 it is 0, or of either sign
-            change = {"inner loss - inner loss without writes": smooth["surprise"] - smooth["untaught"]}
-        else:
-            change = {"inner loss / inner loss without writes": smooth["surprise"] / smooth["untaught"]}
-        for name, a in (change | {"step / its bound": smooth["opened"]}).items():
+        change = by_token["surprise"] - by_token["untaught"]
+        for name, a in ("inner loss - inner loss without writes", change), ("step / its bound", by_token["opened"]):
+            a = a.unfold(0, min(16, len(ids)), 1).mean(-1)
             lines[f"layer {i}: {name}"] = range(len(ids) - len(a), len(ids)), a.tolist()
         if "attn_gate" in at and len(ids) > 1 and min(moves := at["attn_gate"].std(1).mean(), at["share"]) < COLLAPSED:
             say(f"warning: layer {i}: its memory is idle: writes move its output by {at['share']:.3f}, the gate "

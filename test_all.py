@@ -2258,10 +2258,11 @@ def test_position_loss_by_hand():
     """Catches positions mixed up, windows counted twice: this model is sure from position 3 on."""
     def logits(x):
         return 50 * F.one_hot((x + 1) % 5, 5).float() * (torch.arange(x.shape[1]) >= 3)[:, None]
-    at, n = eval.position_loss(Stub(logits), torch.arange(85) % 5, 8, batch_size=3, n_windows=100)
+    at, n = eval.position_loss(Stub(logits), eval.evenly(torch.arange(85) % 5, 8, batch_size=3))
     assert n == 10 and torch.allclose(at, torch.tensor([math.log(5)] * 3 + [0.0] * 5, dtype=torch.float64), atol=1e-6)
-    assert eval.position_loss(Stub(logits), torch.arange(85) % 5, 8, 3, n_windows=5)[1] == 5
-    assert eval.buckets(100) == [(0, 16), (16, 32), (32, 64), (64, 100)] and eval.buckets(16) == [(0, 16)]
+    assert eval.position_loss(Stub(logits), eval.evenly(torch.arange(8 * 96 + 1) % 5, 8, 3))[1] == 32
+    means = eval.buckets(torch.arange(100.0))
+    assert means == [[0, 16, 7.5], [16, 32, 23.5], [32, 64, 47.5], [64, 100, 81.5]]
 
 
 def test_twice_by_hand():
@@ -2270,8 +2271,9 @@ def test_twice_by_hand():
         before = torch.cat([x[:, :1].expand(-1, 5), x[:, :-5]], 1)               # 6 tokens long: x_{t-5} is x_{t+1}
         return 50 * F.one_hot(before, 9).float() * (torch.arange(x.shape[1]) >= 5)[:, None]
     ids = torch.randint(9, (61,), generator=torch.Generator().manual_seed(1))
-    at = eval.twice(Stub(logits), ids, 6, batch_size=4, n=9)
-    assert len(at) == 11 and torch.allclose(at[:5], torch.full((5,), math.log(9)).double()) and at[6:].max() < 1e-6
+    at, n = eval.position_loss(Stub(logits), eval.read_twice(ids, 6, batch_size=4))
+    assert (len(at), n) == (11, 32) and torch.allclose(at[:5], torch.full((5,), math.log(9)).double())
+    assert at[6:].max() < 1e-6
 
 
 def test_twice_on_a_checkpoint(trained, monkeypatch, capsys):
@@ -2315,7 +2317,7 @@ def test_stream_tells_growth_and_nan(capsys):
         eval.stream(Stub(says), ids, 20_000)
         assert capsys.readouterr().out.count(f" {nats:.4f} ") == 10
     slowly = lambda state: torch.zeros(1000 if state is None else len(state) + 5)          # 9 % from the first tenth on
-    with pytest.raises(common.Halt, match="memory grows"):
+    with pytest.raises(common.Halt, match="state grows"):
         eval.stream(Stub(uniform, slowly), ids, 20_000)
     for n in (900, 2000, 3000):                               # the second piece brings the last buffers
         eval.stream(Stub(uniform, lambda state: torch.zeros(9 if state is None else 99)), ids, n)
@@ -2324,7 +2326,6 @@ def test_stream_tells_growth_and_nan(capsys):
         eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000)
     shape = dict(vocab_size=5, n_layer=1, n_embd=8, n_head=1, head_dim=4, wiring="mac", attn_window=100)
     eval.stream(models.build("omeganet", chunk=96, **shape), ids, 12_000)      # within a chunk or segment it holds more
-    assert "state +0.0%" in capsys.readouterr().out
 
 
 def test_a_frozen_memory_stays_at_its_start(trained):
@@ -2345,10 +2346,10 @@ def test_text_task_on_a_checkpoint(trained, text, capsys, monkeypatch):
     val = data.split(tokenizer.encode(text.read_text()), 16)[1]
     for carry in (False, True):
         assert f"{train.evaluate(model, val, 16, 8, carry=carry):.4f} nats/token" in said
-    at, n = eval.position_loss(model, val, 64, 8, 32)
+    at, n = eval.position_loss(model, eval.evenly(val, 64, 8))
     assert f"{at[16:32].mean():.4f}   longer than in training" in said and f"mean of {n} windows of 64" in said
-    assert "not the text" not in said and "state +0.0%" in said
-    monkeypatch.setattr(eval, "position_loss", lambda model, ids, length, *_: (torch.full((length,), math.nan), 1))
+    assert "not the text" not in said and "a stream of 2,048 tokens" in said
+    monkeypatch.setattr(eval, "position_loss", lambda *_: (torch.full((64,), math.nan), 1))
     assert eval.main([*argv, "0"]) == 1 and "not finite" in capsys.readouterr().err
 
 
