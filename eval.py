@@ -125,8 +125,8 @@ def twice_task(args, device):
         if len(ids) < LENGTHS[-1]:
             raise UserError(f"twice needs {LENGTHS[-1]} validation tokens, not {len(ids)}; give more text")
         name = f"{ckpt['preset']} ({ckpt['path']})"
-        models = {name: model} | ({} if model.config.attention else {f"{name}, cannot write": frozen(model)})
-        for name, model in models.items():
+        rows = {name: model} | ({} if model.config.attention else {f"{name}, cannot write": frozen(model)})
+        for name, model in rows.items():
             found = {n: position_loss(model, read_twice(ids, n, args.batch_size))[0] for n in LENGTHS}
             say(f"{name:48}" + "".join(f"{at[: n - 1].mean():8.3f} / {at[n:].mean():.3f}" for n, at in found.items()))
             found[DRAWN][DRAWN - 1] = math.nan                # nothing says what follows the passage
@@ -247,22 +247,19 @@ DRAWS, SEED = 32, 1337
 
 
 @torch.no_grad()
-def one_pass(layer, rule, momentum, k, v):
-    """Read pairs k, v (B, 1, T, D) once by a rule (Eq 9, 33, 32) that forgets nothing and weighs a window evenly.
-    Return for each of STEPS the mean |M(k) - v|^2 / |v|^2 over all pairs with the last M, inf where it diverges."""
-    B, window, (k, v) = len(k), rule.window, (a.repeat(len(STEPS), 1, 1, 1) for a in (k, v))
-    one = torch.ones(k.shape[:3], device=k.device)
-    step = STEPS.to(one).repeat_interleave(B)[:, None, None] * one
-    gates = omega.Gates(one, step, MOMENTUM * one if momentum else None, torch.stack([one / window] * window, -1))
-    state = omega.start(rule, layer.phi, list(layer.M0), len(k), momentum)
-    _, state = chunks.run(rule, layer.phi, k, k, v, gates, state)
-    y = memory.apply(rule.memory, chunks.weights(rule, layer.phi, state)[0], layer.phi(k), k, rule.norm)
+def one_pass(layer, k, v, every, momentum, window):
+    """Read pairs k, v (B, 1, T, D) once by a rule (Eq 9, 33, 32) that forgets nothing and weighs a window evenly;
+    `every` is 1 with Newton-Schulz, else 0. Return for each of STEPS the mean |M(k) - v|^2 / |v|^2 over all pairs with
+    the last M, inf where it diverges."""
+    one = rule(layer.config)._replace(window=window, muon_every=every)
+    B, (k, v) = len(k), (a.repeat(len(STEPS), 1, 1, 1) for a in (k, v))
+    ones = torch.ones(k.shape[:3], device=k.device)
+    step = STEPS.to(ones).repeat_interleave(B)[:, None, None] * ones
+    gates = omega.Gates(ones, step, MOMENTUM * ones if momentum else None, torch.stack([ones / window] * window, -1))
+    state = omega.start(one, layer.phi, list(layer.M0), len(k), momentum)
+    _, state = chunks.run(one, layer.phi, k, k, v, gates, state)
+    y = memory.apply(one.memory, chunks.weights(one, layer.phi, state)[0], layer.phi(k), k, one.norm)
     return ((y - v).square().sum(-1) / v.square().sum(-1)).view(len(STEPS), -1).mean(1).nan_to_num(math.inf)
-
-
-def best_pass(layer, k, v, every, momentum, window):
-    """Return the error of one pass with the best of STEPS; `every` is 1 with Newton-Schulz, else 0."""
-    return one_pass(layer, rule(layer.config)._replace(window=window, muon_every=every), momentum, k, v).min().item()
 
 
 def plain_layer(device, **more):
@@ -279,27 +276,26 @@ def pairs_to_store(kind, n, dim, device):
     return [F.normalize(a, dim=-1).to(device) for a in (k, v)]
 
 
-def show_errors(args, lines, drawn, x):
-    """Print lines {name: (pairs, errors)}, draw some of them and return all."""
+def show_errors(args, lines, drawn):
+    """Print lines {name: (pairs, errors)}, and draw some of them."""
     say(f"mean |M(k) - v|^2 / |v|^2 of {DRAWS} x N pairs, for one pass with the best of {len(STEPS)} steps\n\n"
         f"{'N':58}" + "".join(f"{n:7d}" for n in args.pairs))
     for name, (_, errors) in lines.items():
         say(f"{name:58}" + "".join(f"{e:7.2f}" for e in errors))
-    picture(args.plot, drawn, x, "error |M(k) - v|² / |v|²", log="x")
-    return lines
+    picture(args.plot, drawn, "pairs N", "error |M(k) - v|² / |v|²", log="x")
 
 
 def online_task(args, device):
     """Print what window, momentum and Newton-Schulz bring in one pass, untrained, for two kinds of keys."""
-    layer, lines, drawn = plain_layer(device, chunk=args.chunk), {}, {}
+    layer, lines = plain_layer(device, chunk=args.chunk), {}
     for kind, *part in itertools.product(("independent", "correlated"), (0, 1), (False, True), (1, 8, 16)):
         every, momentum, window = part
-        name = f"window {window}" + ", momentum" * momentum + ", Newton-Schulz" * every
-        errors = [best_pass(layer, *pairs_to_store(kind, n, 32, device), *part) for n in args.pairs]
-        lines[f"{kind} keys, {name}"] = args.pairs, errors
-        if kind == "correlated" and window < 16:
-            drawn[name] = args.pairs, errors
-    return show_errors(args, lines, drawn, "pairs N, correlated keys")
+        name = f"{kind} keys, window {window}" + ", momentum" * momentum + ", Newton-Schulz" * every
+        pairs = (pairs_to_store(kind, n, layer.config.head_dim, device) for n in args.pairs)
+        lines[name] = args.pairs, [one_pass(layer, k, v, *part).min().item() for k, v in pairs]
+    drawn = {name: line for name, line in lines.items() if "correlated" in name and "16" not in name}
+    show_errors(args, lines, drawn)
+    return lines
 
 
 def capacity_task(args, device):
@@ -314,10 +310,11 @@ def capacity_task(args, device):
             errors = {"least squares": ((x @ W - y).square().sum(-1) / y.square().sum(-1)).mean().item()}
             for window, every in ((1, 0), (8, 0), (8, 1)):
                 name = f"window {window}" + ", Newton-Schulz" * every
-                errors[name] = best_pass(layer, k, v, every, False, window)
+                errors[name] = one_pass(layer, k, v, every, False, window).min().item()
             for name, error in errors.items():
                 lines.setdefault(f"{name}, {x.shape[-1]} features", (args.pairs, []))[1].append(error)
-    return show_errors(args, lines, lines, "pairs N")
+    show_errors(args, lines, lines)
+    return lines
 
 
 def mixing_task(args, device):
@@ -331,10 +328,9 @@ def mixing_task(args, device):
         from matplotlib.figure import Figure
         figure = Figure(figsize=(6.4, 3.4), layout="constrained")
         names = "causal softmax, all scores equal", "-P: window 4, keep 0.9"
-        for ax, name, matrix in zip(figure.subplots(1, 2, sharey=True), names, (softmax, P)):
+        for ax, name, matrix in zip(figure.subplots(1, 2), names, (softmax, P)):
             shown = ax.imshow(matrix.where(matrix > 0, torch.nan), vmin=0, vmax=1)
-            ax.set(title=name, xlabel="pair i")
-        figure.axes[0].set(ylabel="token t")
+            ax.set(title=name, xlabel="pair i", ylabel="token t")
         figure.colorbar(shown, ax=figure.axes, label="weight", shrink=0.8)
         save(figure, args.plot)
     return P.tolist()
