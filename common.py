@@ -66,8 +66,8 @@ def exit_code(task):
     except (MemoryError, RuntimeError) as fault:
         if not any(words in repr(fault) for words in ("MemoryError", "out of memory", "allocate memory", "ALLOC_FAIL")):
             raise
-        code, message = 1, ("out of memory; lower --batch-size, --seq-len, --chunk or the size, or train with --remat "
-                            "(--resume takes only that); files that were saved are intact")
+        code, message = 1, ("out of memory; lower --batch-size, --seq-len or --chunk, or train with --remat, which "
+                            "--resume takes, too; files that were saved are intact")
     print(f"error: {message}", file=sys.stderr, flush=True)
     return code
 
@@ -136,15 +136,15 @@ def add_device(parser, threads=0):
 def add_tasks(parser, tasks, plot, **how):
     """Add a subcommand for each of tasks, {name: function}, --json for all and --plot for those that `plot` names.
     Return their parsers. how: more arguments of `add_device`."""
-    group, parsers = parser.add_subparsers(dest="task", metavar="TASK", required=True, prog=parser.prog), []
+    group = parser.add_subparsers(dest="task", metavar="TASK", required=True, prog=parser.prog)
     for name, run in tasks.items():
-        parsers.append(one := group.add_parser(name, help=run.__doc__.partition(".")[0], description=run.__doc__))
-        one.set_defaults(run=run, plot=None)
-        one.add_argument("--json", metavar="FILE", help="keep the results there")
+        task = group.add_parser(name, help=run.__doc__.partition(".")[0], description=run.__doc__)
+        task.set_defaults(run=run, plot=None)
+        task.add_argument("--json", metavar="FILE", help="keep the results there")
         if name in plot:
-            one.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE", help=f"draw them [{name}.png]")
-        add_device(one, **how)
-    return parsers
+            task.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE", help=f"draw them [{name}.png]")
+        add_device(task, **how)
+    return group.choices.values()
 
 
 def chosen(args, cls):
@@ -236,11 +236,11 @@ def picture(path, lines, x, y, log="", level=None, marked=None):
     ax = figure.subplots(subplot_kw=dict(xlabel=x, ylabel=y))
     colours = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"     # Okabe, Ito: for all eyes
     for i, (label, (xs, ys, *spreads)) in enumerate(lines.items()):
-        style = dict(color=colours[i % 7], marker="os^vDPX"[i % 7], linestyle=("-", "--", ":")[i // 7 % 3])
-        ax.plot(xs, ys, label=label, markersize=4, markevery=max(1, len(xs) // 12), **style)
+        how = dict(color=colours[i % 7], marker="os^vDPX"[i % 7], linestyle="-" if i < 7 else "--")
+        ax.plot(xs, ys, label=label, markersize=4, markevery=max(1, len(xs) // 12), **how)
         for a in spreads:
             low, high = ((torch.tensor(ys) + sign * torch.tensor(a)).clamp(0, 1) for sign in (-1, 1))
-            ax.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            ax.fill_between(xs, low, high, color=how["color"], alpha=0.15, linewidth=0)
     if level is not None:
         ax.axhline(level, color="gray", linestyle=":", label="guessing")
     if marked:
@@ -270,6 +270,7 @@ def curve(out, name):
 
 def plot(folders):
     """Draw the losses of runs over their steps."""
+    need("matplotlib")
     columns = dict(loss=", training", val=", validation")
     lines = {out + name: curve(out, column) for out in folders for column, name in columns.items()}
     lines = {label: line for label, line in lines.items() if line}
@@ -284,10 +285,9 @@ def setup(device_name, threads=0):
         raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
     torch.set_flush_denormal(True)                            # decayed gates fall below 1e-38, where Intel cores crawl
     torch.set_num_threads(threads or torch.get_num_threads())
-    cpu = getattr(torch.cpu, "get_capabilities", dict)()      # an older torch cannot tell
     if name == "cuda":
         torch.set_float32_matmul_precision("high")            # TF32
-    elif cpu.get("avx512_f") and cpu.get("sse4a"):            # an AMD core: no Intel core has SSE4a
+    elif cpu_has("avx512_f") and cpu_has("sse4a"):            # an AMD core: no Intel core has SSE4a
         torch.set_float32_matmul_precision("medium")          # oneDNN instead of MKL, which uses half of such a core
         a = torch.full((64, 64), 1 + 2**-12)
         if (a @ a)[0, 0] <= 64.01:                            # bfloat16 rounds a to 1: not exact on this core
@@ -295,12 +295,15 @@ def setup(device_name, threads=0):
     return torch.device(name)
 
 
+def cpu_has(name):
+    return getattr(torch.cpu, "get_capabilities", dict)().get(name)       # an older torch cannot tell
+
+
 def native_bfloat16(device):
     """Tell whether the device has instructions for bfloat16. A CPU without them takes many times as long."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability() >= (8, 0)
-    cpu = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
-    return bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
+    return bool(device.type == "cpu" and (cpu_has("avx512_bf16") or cpu_has("amx_bf16")))
 
 
 def pick_dtype(name, device):

@@ -157,7 +157,7 @@ MAD = {
 
 # ---- small models, trained on a task
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8)     # their network where no flag or --model says otherwise
-LENGTHS = (32, 64, 128)                         # of texts in training, in turn
+LENGTHS = [32, 64, 128]                         # of texts in training, in turn
 
 
 def randomness(seed, number, test=False):
@@ -213,9 +213,9 @@ def score(title, args, device, vocab, draw, turns, columns, name, seed):
 
 # ---- campaigns
 def matches(old, settings):
-    """Tell whether a result has these settings. A field of Config that is newer than the result had its default."""
-    old = {"train_lengths": [], **old, "config": asdict(models.Config()) | old["config"]}
-    return all(old.get(key) == value for key, value in settings.items())
+    """Tell whether a result has these settings. What is newer than the result had its default."""
+    newer = dict(config=asdict(models.Config()) | old["config"], train_lengths=old.get("train_lengths") or LENGTHS)
+    return all((old | newer).get(key) == value for key, value in settings.items())
 
 
 def campaign(args, trial, columns, chance="", x="", **how):
@@ -264,7 +264,7 @@ def turns(args, lengths):
 def needle_task(args, device):
     """Hide four pairs in noise. Train on short texts and ask in long ones."""
     draw = lambda size, g: needle(size[0], 4, size[1], g)
-    sizes, asked = turns(args, args.train_lengths or LENGTHS), [(args.batch_size, n) for n in args.lengths]
+    sizes, asked = turns(args, args.train_lengths), [(args.batch_size, n) for n in args.lengths]
     trial = partial(score, "needle", args, device, 49, draw, sizes, asked)
     campaign(args, trial, args.lengths, "    (by guessing 0.062)", "length of the text [tokens]",
              log="x", level=1 / 16, marked=(max(n for _, n in sizes), "longest text in training"))
@@ -337,7 +337,7 @@ def parse(argv=None):
         network = task.add_argument_group("the network", "In [] is what atlas has here.")
         add_flags(network, models.Config, models.PRESETS["atlas"] | SMALL, skip=train.NO_FLAG)
     add_number(needle, "--lengths", 16, [128, 256, 512, 1024, 2048, 4096], "of test texts")
-    add_number(needle, "--train-lengths", 16, [], "of training texts, in turn; none: 32 64 128")
+    add_number(needle, "--train-lengths", 16, LENGTHS, "of training texts, in turn")
     add_number(mqar, "--pairs", 1, [4], "in a text")
     add_number(mqar, "--vocab", 4, 16, "size of the vocabulary; half of it are values")
     add_number(mqar, "--seq-len", 1, 24, "tokens of a text")
