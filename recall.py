@@ -218,7 +218,7 @@ def matches(old, settings):
     return all((old | newer).get(key) == value for key, value in settings.items())
 
 
-def campaign(args, trial, columns, chance="", x="", **how):
+def campaign(args, trial, columns, x="", **how):
     """Run trial(name, seed), which scores each of the columns, for each name of --model and each of --seeds, but for
     what the file of --json has. Print the table, and draw it over an axis named x; how: more arguments of `picture`.
     Return {name: {column: [a score a seed]}}."""
@@ -244,7 +244,7 @@ def campaign(args, trial, columns, chance="", x="", **how):
                 with replacing(Path(args.json)) as temporary:
                     temporary.write_text(json.dumps(dict(records=known()[0]), indent=1))
     done, found, lines, width = known()[1], {}, {}, max(map(len, args.model)) + 2
-    say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds" + chance)
+    say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds")
     for name in args.model:
         found[name] = {c: [done[name, seed]["scores"][str(c)] for seed in args.seeds] for c in columns}
         a = torch.tensor(list(found[name].values()), dtype=torch.float64)         # (columns, seeds)
@@ -256,29 +256,29 @@ def campaign(args, trial, columns, chance="", x="", **how):
     return found
 
 
-def turns(args, lengths):
-    """Return the sizes (rows, tokens) of training batches, in turn: fewer rows of more than 128 tokens."""
-    return [(max(1, args.batch_size * 128 // max(n, 128)), n) for n in lengths]
+def rows(args, n):
+    """Return how many training texts of n tokens a batch has."""
+    return max(1, args.batch_size * 128 // max(n, 128))
 
 
 def needle_task(args, device):
     """Hide four pairs in noise. Train on short texts and ask in long ones."""
     draw = lambda size, g: needle(size[0], 4, size[1], g)
-    sizes, asked = turns(args, args.train_lengths), [(args.batch_size, n) for n in args.lengths]
-    trial = partial(score, "needle", args, device, 49, draw, sizes, asked)
-    campaign(args, trial, args.lengths, "    (by guessing 0.062)", "length of the text [tokens]",
-             log="x", level=1 / 16, marked=(max(n for _, n in sizes), "longest text in training"))
+    sizes = [(rows(args, n), n) for n in args.train_lengths]
+    trial = partial(score, "needle", args, device, 49, draw, sizes, [(args.batch_size, n) for n in args.lengths])
+    campaign(args, trial, args.lengths, "length of the text [tokens]", log="x", level=1 / 16,
+             marked=(max(args.train_lengths), "longest text in training"))
+    say("by guessing: 0.06")
 
 
 def mqar_task(args, device):
-    """Ask for many pairs at once. Train on all numbers of --pairs in turn. Raises UserError where one does not fit."""
-    draw = lambda size, g: mqar(size[0], size[2], size[2], args.vocab, size[1], g)
-    asked = [(args.batch_size, args.seq_len, n) for n in args.pairs]
-    sizes = [(*size, n) for size in turns(args, [args.seq_len]) for n in args.pairs]
-    for size in sizes + asked:                                # before the work begins
-        draw(size, torch.Generator())
-    trial = partial(score, "mqar", args, device, args.vocab, draw, sizes, asked)
-    campaign(args, trial, args.pairs, "    (by guessing 1 / pairs)", "pairs")
+    """Ask for many pairs at once. Train on all numbers of --pairs in turn."""
+    draw = lambda size, g: mqar(size[0], size[1], size[1], args.vocab, args.seq_len, g)
+    draw((1, max(args.pairs)), torch.Generator())             # raises UserError before the work begins
+    sizes = [(rows(args, args.seq_len), n) for n in args.pairs]
+    trial = partial(score, "mqar", args, device, args.vocab, draw, sizes, [(args.batch_size, n) for n in args.pairs])
+    campaign(args, trial, args.pairs, "pairs")
+    say("by guessing: 1 / pairs")
 
 
 def mad_task(args, device):
