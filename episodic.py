@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, curve, exit_code, need, opt, picture, refuse_unused, say
+from common import Parser, UserError, add_flags, curve, exit_code, flag, need, opt, picture, say
 from data import BORDER
 from models import PRESETS, Config, Memory
 
@@ -63,7 +63,9 @@ def settings(given, old=None):
     run = old["config"] | old["train"] if old else USUAL[task] | PRESETS[given.get("model", USUAL[task]["model"])]
     if old and "modulus" not in run:
         raise UserError(f"{old['path']} is no run of episodic.py; give its --out")
-    refuse_unused(given, [task], USES)
+    for other in USES.keys() - {task}:
+        if wrong := given.keys() & {*USES[other].split()}:
+            raise UserError(f"{flag(min(wrong))} is no flag of {task}, but of {other}")
     if old:
         train.keep_to(old, given.keys() - train.FREE - {"plot", "dtype"}, given)
     run = {name: a for name, a in run.items() if name not in train.LAUNCH} | given

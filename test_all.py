@@ -1641,16 +1641,12 @@ MISTAKES = [                                                  # program, flags, 
     (sample, "--ckpt run --load-state words", "words"), (sample, "--prompt - --save-state gone/x", "gone/x"),
     (sample, "--prompt - --save-state run/best.pt", "run/best.pt is no"), (sample, "--top-p 1.1", "--top-p"),
     (sample, "--prompt -", "UTF-8"), (sample, "--ckpt run --device cpu --prompt \u00e9", "\u00e9"),
-    (eval, "--ckpt gone", "gone"), (recall, "mqar --window 0", "--window"), (bench, "--json gone/x", "gone"),
-    (recall, "mqar --pairs 1 7", "vocab=16"), (recall, "mqar --model gpt", "transformer"),
+    (eval, "--ckpt gone", "gone"), (recall, "mqar --window 0", "--window"), (bench, "rule --json gone/x", "gone"),
+    (recall, "mqar --pairs 1 7", "vocab=16"), (recall, "mqar --model gpt", "transformer"), (recall, "mar", "mqar"),
     (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mad --model swa,attention=True", "attention"),
     (recall, "mad --model titans atlas,steps=0", "--steps"), (recall, "mqar --json words", "no results"),
-    (eval, "--task online --features exp", "none, monomial"), (eval, "--task capacity --json run", "run"),
-    (eval, "--task probe --ckpt run run", "one checkpoint"), (eval, "--task online --n-head 2", "--n-head"),
-    (eval, "--ckpt run --chunk 8", "online, capacity"), (eval, "--task probe --ckpt run --no-write", "text"),
-    (eval, "--task capacity --features none", "online"), (eval, "--task mixing --pairs 8 16 32", "online, capacity"),
-    (recall, "ablation --model atlas", "needle, mqar, mad"), (recall, "needle --pairs 4", "mqar"),
-    (bench, "--part peers --plot x.png", "layer"), (bench, "--part decode --compile", "layer, rule"),
+    (recall, "needle --pairs 4", "--pairs"), (recall, "mqar --lr nan", "--lr"), (eval, "capacity --json run", "run"),
+    (eval, "probe --ckpt run --no-write", "--no-write"), (eval, "--ckpt run --chunk 8", "--chunk"), (eval, "", "TASK"),
     (episodic, "--stablemax", "grok"), (episodic, "--grok --optimizer muon", "episodes"),
     (episodic, "--grok --modulus 12", "--modulus"), (episodic, "--words 9", "--words")]
 
@@ -1682,7 +1678,7 @@ def test_resume_refuses_what_would_change_the_run(copy, text, tmp_path, capsys):
     assert ckpt["optimizers"][0]["param_groups"][1]["lr"] == pytest.approx(1e-3 / 12)
     torch.save(ckpt | dict(train=ckpt["train"] | dict(data="gone.txt")), at := copy / "ckpt.pt")    # not here
     for main, *argv in ((train.main, "--resume", "--out", copy, "--steps", 20), (eval.main, "--ckpt", at),
-                        (eval.main, "--task", "twice", "--ckpt", at), (eval.main, "--task", "probe", "--ckpt", at)):
+                        (eval.main, "twice", "--ckpt", at), (eval.main, "probe", "--ckpt", at)):
         assert re.search(f"cannot read gone.txt.*{at}.* --data", refused(capsys, main, *argv, "--device", "cpu"))
     assert str(at) not in refused(capsys, eval.main, "--ckpt", at, "--device", "cpu", "--data", "no.txt")
 
@@ -1747,7 +1743,7 @@ def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
     assert floors == [[0.4]] * 2 + [[0.2]] * 4 + [[0.1]] * 8           # at the start, 10 steps, steps 4, 8 and 10
     for step, at in (1, 0.4), (4, 0.2), (5, 0.1):
         assert floor(train.rebuild(saved(tmp_path) | dict(step=step))[0]) == [at]
-    probe = f"--task probe --device cpu --ckpt {tmp_path} --length 20 --json {tmp_path / 'p.json'}"
+    probe = f"probe --device cpu --ckpt {tmp_path} --length 20 --json {tmp_path / 'p.json'}"
     capsys.readouterr()
     assert eval.main(probe.split()) == 0
     said, kept = capsys.readouterr().out, json.loads((tmp_path / "p.json").read_text())
@@ -1755,7 +1751,7 @@ def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
     [found] = eval.probe(model, torch.as_tensor(tokenizer.encode(text.read_text())[2700:2720])[None])
     assert "warning" not in said and kept[0]["surprise"] == pytest.approx(found["surprise"].mean((0, 1)).tolist())
     monkeypatch.setattr(eval, "COLLAPSED", 1.0)
-    assert eval.main([*probe.split(), "--prompt", "to be"]) == 0 and "is idle" in capsys.readouterr().out
+    assert eval.main(probe.split()) == 0 and "is idle" in capsys.readouterr().out
 
 
 def test_loggers_go_on_where_a_run_stopped(text, tmp_path, monkeypatch):
@@ -2119,10 +2115,11 @@ def test_position_loss_by_hand():
     """Catches positions mixed up, windows counted twice: this model is sure from position 3 on."""
     def logits(x):
         return 50 * F.one_hot((x + 1) % 5, 5).float() * (torch.arange(x.shape[1]) >= 3)[:, None]
-    at, n = eval.position_loss(Stub(logits), torch.arange(85) % 5, 8, batch_size=3, n_windows=100)
+    at, n = eval.position_loss(Stub(logits), eval.evenly(torch.arange(85) % 5, 8, batch_size=3))
     assert n == 10 and torch.allclose(at, torch.tensor([math.log(5)] * 3 + [0.0] * 5, dtype=torch.float64), atol=1e-6)
-    assert eval.position_loss(Stub(logits), torch.arange(85) % 5, 8, 3, n_windows=5)[1] == 5
-    assert eval.buckets(100) == [(0, 16), (16, 32), (32, 64), (64, 100)] and eval.buckets(16) == [(0, 16)]
+    assert eval.position_loss(Stub(logits), eval.evenly(torch.arange(8 * 96 + 1) % 5, 8, 3))[1] == 32
+    means = eval.buckets(torch.arange(100.0))
+    assert means == [[0, 16, 7.5], [16, 32, 23.5], [32, 64, 47.5], [64, 100, 81.5]]
 
 
 def test_twice_by_hand():
@@ -2131,13 +2128,14 @@ def test_twice_by_hand():
         before = torch.cat([x[:, :1].expand(-1, 5), x[:, :-5]], 1)               # 6 tokens long: x_{t-5} is x_{t+1}
         return 50 * F.one_hot(before, 9).float() * (torch.arange(x.shape[1]) >= 5)[:, None]
     ids = torch.randint(9, (61,), generator=torch.Generator().manual_seed(1))
-    at = eval.twice(Stub(logits), ids, 6, batch_size=4, n=9)
-    assert len(at) == 11 and torch.allclose(at[:5], torch.full((5,), math.log(9)).double()) and at[5:].max() < 1e-6
+    at, n = eval.position_loss(Stub(logits), eval.read_twice(ids, 6, batch_size=4))
+    assert (len(at), n) == (11, 32) and torch.allclose(at[:5], torch.full((5,), math.log(9)).double())
+    assert at[6:].max() < 1e-6
 
 
 def test_twice_on_a_checkpoint(trained, monkeypatch, capsys):
     """Catches a row without writes that still writes, and a text that is too short for the passages."""
-    run = ["--task", "twice", "--ckpt", str(trained), "--device", "cpu", "--windows", "3"]
+    run = ["twice", "--ckpt", str(trained), "--device", "cpu"]
     assert "512" in refused(capsys, eval.main, *run)
     monkeypatch.setattr(eval, "LENGTHS", (8, 16))
     monkeypatch.setattr(eval, "DRAWN", 16)
@@ -2176,7 +2174,7 @@ def test_stream_tells_growth_and_nan(capsys):
         eval.stream(Stub(says), ids, 20_000)
         assert capsys.readouterr().out.count(f" {nats:.4f} ") == 10
     slowly = lambda state: torch.zeros(1000 if state is None else len(state) + 5)          # 9 % from the first tenth on
-    with pytest.raises(common.Halt, match="memory grows"):
+    with pytest.raises(common.Halt, match="state grows"):
         eval.stream(Stub(uniform, slowly), ids, 20_000)
     for n in (900, 2000, 3000):                               # the second piece brings the last buffers
         eval.stream(Stub(uniform, lambda state: torch.zeros(9 if state is None else 99)), ids, n)
@@ -2185,17 +2183,15 @@ def test_stream_tells_growth_and_nan(capsys):
         eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000)
     shape = dict(vocab_size=5, n_layer=1, n_embd=8, n_head=1, head_dim=4, wiring="mac", attn_window=100)
     eval.stream(models.build("omeganet", chunk=96, **shape), ids, 12_000)      # within a chunk or segment it holds more
-    assert "state +0.0%" in capsys.readouterr().out
 
 
-def test_no_write_leaves_the_memory_at_its_start(trained):
-    """Catches --no-write that writes: it says what the memory is worth."""
-    for no_write in (False, True):
-        _, model, _ = eval.load(trained, CPU, no_write)
-        [state] = model(torch.arange(10)[None])[1]
-        M0 = model.blocks[0].layer.M0
-        W = model.blocks[0].layer.weights(state)[0]
-        assert not model.training and no_write == all((w == m).all() for w, m in zip(W, M0))
+def test_a_frozen_memory_stays_at_its_start(trained):
+    """Catches --no-write that writes, or a model that no longer writes: it says what the memory is worth."""
+    model = train.rebuild(train.load_checkpoint(trained))[0]
+    for no_write, one in (True, eval.frozen(model)), (False, model):
+        [state] = one(torch.arange(10)[None])[1]
+        layer = one.blocks[0].layer
+        assert no_write == all((w == m).all() for w, m in zip(layer.weights(state)[0], layer.M0))
 
 
 def test_text_task_on_a_checkpoint(trained, text, capsys, monkeypatch):
@@ -2203,17 +2199,15 @@ def test_text_task_on_a_checkpoint(trained, text, capsys, monkeypatch):
     argv = ["--ckpt", str(trained), "--device", "cpu", "--stream"]
     assert eval.main([*argv, "2048"]) == 0
     said = capsys.readouterr().out
-    _, model, tokenizer = eval.load(trained, CPU)
+    model, tokenizer = train.rebuild(train.load_checkpoint(trained))
     val = data.split(tokenizer.encode(text.read_text()), 16)[1]
     for carry in (False, True):
         assert f"{train.evaluate(model, val, 16, 8, carry=carry):.4f} nats/token" in said
-    at, n = eval.position_loss(model, val, 64, 8, 32)
+    at, n = eval.position_loss(model, eval.evenly(val, 64, 8))
     assert f"{at[16:32].mean():.4f}   longer than in training" in said and f"mean of {n} windows of 64" in said
-    assert "not the text" not in said and "state +0.0%" in said
-    monkeypatch.setattr(eval, "position_loss", lambda model, ids, length, *_: (torch.full((length,), math.nan), 1))
+    assert "not the text" not in said and "a stream of 2,048 tokens" in said
+    monkeypatch.setattr(eval, "position_loss", lambda *_: (torch.full((64,), math.nan), 1))
     assert eval.main([*argv, "0"]) == 1 and "not finite" in capsys.readouterr().err
-    eval.main([*argv, "0", "--report-tokens", "100"])
-    assert capsys.readouterr().out.count("  100 of 300 tokens  ") == 2
 
 
 def test_accuracy_of_an_oracle_and_of_a_fool():
@@ -2236,11 +2230,11 @@ def test_mqar_learns_to_recall(tmp_path, capsys):
 
 @pytest.mark.parametrize("task, names", [
     ("needle --lengths 16 128", ["atlas,memory=linear,steps=1", "transformer"]), ("mad", ["titans"]),
-    ("mqar --pairs 1 2", ["atlas,n_embd=8,muon=False,lr=1e-3"]),
-    ("ablation --seq-len 16", list(recall.ABLATION))])
+    ("mqar --pairs 1 2", ["atlas,n_embd=8,muon=False,lr=1e-3"]), ("ablation --seq-len 16", ["atlas", "atlas++"])])
 def test_campaigns_go_on_where_they_stopped(task, names, tmp_path, capsys, monkeypatch):
     """Catches results that are trained again or lost, a row or a column that is missing, the wrong model of a name."""
     monkeypatch.setattr(data, "read", lambda name: data.Corpus("t", "", "to be or not to be " * 99))
+    monkeypatch.setattr(recall, "ABLATION", {name: recall.ABLATION.get(name) for name in names})
     file, trained, made = tmp_path / "a.json", [], recall.trained
     monkeypatch.setattr(recall, "trained", lambda name, *rest: trained.append(name) or made(name, *rest))
     argv = f"{task} --steps 2 --n-layer 1 --n-head 1 --head-dim 4 --batch-size 2 --device cpu --json".split()
@@ -2260,6 +2254,10 @@ def test_campaigns_go_on_where_they_stopped(task, names, tmp_path, capsys, monke
         monkeypatch.setattr(recall, "trained", lambda name, seed, *rest: other(seed) and made(name, seed, *rest))
         assert recall.main([*argv, "--seeds", "3", "4"]) == 0
         assert [r["seed"] for r in json.loads(file.read_text())["records"]] == [1, 2, 4, 3]
+    old = first[0]["settings"]                                # such as results/ has: more flags, fewer fields
+    older = {**old, "steps_of": 3, "config": {k: a for k, a in old["config"].items() if k != "error"}}
+    assert recall.matches(older, {**old, "config": {**old["config"], "error": "chunk"}})
+    assert not any(recall.matches(old, {**old, key: 77}) for key in old)
     args = recall.parse(["mqar"])
     config, steps, lr = recall.variant("atlas,memory=linear,muon=False,steps=9,lr=0.1", args, vocab_size=9)
     assert (config.memory, config.muon, config.vocab_size, config.n_embd, steps, lr) == ("linear", False, 9, 64, 9, 0.1)
@@ -2274,40 +2272,35 @@ def test_one_pass_by_hand(monkeypatch):
     k, v, rest = torch.eye(6).expand(2, 1, 6, 6), torch.randn(2, 1, 6, 6), torch.arange(6, 0, -1)
     for window, momentum, left in ((1, False, 1 - step.expand(2, 6)), (3, False, (1 - step / 3) ** rest.clamp_max(3)),
                                    (1, True, 1 - step * (1 - 0.9 ** rest) / 0.1)):
-        rule = rule_of(layer.config)._replace(window=window, muon_every=0)
-        close(eval.one_pass(layer, rule, momentum, k, v), left.square().mean(1), 1e-5)
+        close(eval.one_pass(layer, k, v, 0, momentum, window), left.square().mean(1), 1e-5)
 
 
-def test_capacity(tmp_path, capsys):
-    """Prop 1 and 2: on unit keys of 4 numbers 4 features hold 4 pairs, 15 monomials 14. Catches a rank that is off;
-    of --task online a row that is missing, or a step that diverges taken for the best."""
-    argv = "--task capacity --pairs 4 5 14 15 --head-dim 4 --batch-size 2 --device cpu --json".split()
-    assert eval.main([*argv, str(tmp_path / "a.json")]) == 0
-    assert json.loads((tmp_path / "a.json").read_text())["least squares, 4 features"][0] == [4, 5, 14, 15]
+def test_capacity(tmp_path, capsys, monkeypatch):
+    """Prop 1 and 2: on unit keys of 8 numbers 8 features hold 8 pairs, 45 monomials 44. Catches a rank that is off; of
+    `online` a row that is missing, or a step that diverges taken for the best."""
+    monkeypatch.setattr(eval, "DRAWS", 2)
+    assert eval.main(["capacity", "--pairs", *"8 9 44 45 --device cpu --json".split(), str(tmp_path / "a.json")]) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["least squares, 8 features"][0] == [8, 9, 44, 45]
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("least")]
     assert [[e == "0.00" for e in row[-4:]] for row in rows] == [[True, False, False, False], [True, True, True, False]]
-    assert eval.main("--task online --pairs 3 5 --batch-size 2 --head-dim 4 --device cpu --threads 1".split()) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-12:]]
-    assert len({tuple(row[:3]) for row in rows}) == 12 and all(0 <= float(e) < 1 for row in rows for e in row[3:])
+    assert eval.main("online --pairs 3 5 --device cpu".split()) == 0
+    rows = [line.rsplit(None, 2) for line in capsys.readouterr().out.splitlines()[-24:]]
+    assert len({name for name, *_ in rows}) == 24 and all(0 <= float(e) < 1 for _, *errors in rows for e in errors)
 
 
 # ---- bench.py
 
 def test_bench_smoke(tmp_path, capsys):
-    """Catches a part that fails or lacks a contestant, JSON that cannot be read."""
-    file = tmp_path / "b.json"
-    argv = "--quick --device cpu --model omeganet --model transformer --json".split()
-    assert bench.main([*argv, str(file)]) == 0
-    said, result = capsys.readouterr().out, json.loads(file.read_text())
-    assert set(result) == {"argv", "machine", "records"} and {"device", "threads", "torch"} <= set(result["machine"])
-    names = {part: [r.get("name") for r in result["records"] if r["part"] == part] for part in bench.PARTS}
-    assert names["layer"] == ["omeganet", "transformer"] * 2 and names["step"] == ["omeganet", "transformer"]
-    assert len(names["rule"]) == 10 and len(names["decode"]) == 4 and names["peers"].count("ours") == 4
-    keys = dict(layer="MiB T", rule="MiB muon_every shard", step="parameters ms", peers="MiB times_titans",
-                decode="position ms_per_token state_bytes")
-    for r in result["records"]:
-        assert r["median_s"] > 0 and r["runs"] >= 3 and r["tokens_per_s"] > 0
-        assert set(keys[r["part"]].split()) <= set(r) and f"\n{r['part']}: " in said
+    """Catches a task that fails or lacks a contestant, JSON that cannot be read."""
+    file, argv = tmp_path / "b.json", "--minutes 0 --width 64 --device cpu --json".split()
+    for task, n, keys in (("layer --model omeganet transformer --lengths 8 16", 4, "name T"),
+                          ("rule --length 16", 10, "window chunk muon_every shard T"),
+                          ("peers --length 16", 5, "name chunk newton_schulz")):
+        assert bench.main([*task.split(), *argv, str(file)]) == 0
+        result, said = json.loads(file.read_text()), capsys.readouterr().out
+        assert {*result["machine"]} == {"device", "threads", "torch"} and len(result["records"]) >= n
+        for r in result["records"]:
+            assert {*r} == {*keys.split(), "tokens_per_s", "spread"} and f"{r['tokens_per_s']:,.0f} tokens/s" in said
 
 
 # ---- episodic.py
@@ -2493,9 +2486,12 @@ def test_commands(monkeypatch, capsys):
     monkeypatch.setattr(train, "launch", lambda given, read=train.settings, *_, **how: read(given) and None)
     monkeypatch.setattr(recall, "campaign", lambda args, *_, **how: {
         name: dict(text=[1.0 * len(recall.variant(name, args))]) for name in args.model})
-    for owner in "data.make_files sample.speak bench.measure train.plot common.need episodic.need".split():
+    for owner in "data.make_files sample.speak train.plot common.need episodic.need".split():
         monkeypatch.setattr(owner, lambda *_: None)
-    monkeypatch.setattr(eval, "TASKS", dict.fromkeys(eval.TASKS, lambda *_: None))
+    idle = lambda *_: None
+    idle.__doc__ = "Do nothing."
+    for module in bench, eval:
+        monkeypatch.setattr(module, "TASKS", dict.fromkeys(module.TASKS, idle))
     monkeypatch.chdir(ROOT)                                   # --json and --plot name a folder that is there
     for c in commands:
         if c[3]:
