@@ -84,10 +84,11 @@ class ShardedMemory(layer.Memory):
 
     def learn(self, q, k, v, gates, fast):
         """Run both rules. M0 belongs to the layer, not to its states."""
-        M0 = lambda state, these: state and state._replace(M0=tuple(these) if self.config.forget == "start" else ())
-        given = Shards(tuple(self.M0), M0(fast.whole, self.global_M0), M0(fast.local, self.M0), fast.kk, fast.pos)
-        y, fast = shards(self.config.shard, layer.rule(self.config), self.phi, q, k, v, gates, given)
-        return y, fast._replace(M0=(), whole=M0(fast.whole, ()), local=M0(fast.local, ()))
+        with_M0 = lambda state, M0: state and state._replace(M0=tuple(M0) if self.config.forget == "start" else ())
+        whole, local = with_M0(fast.whole, self.global_M0), with_M0(fast.local, self.M0)
+        y, fast = shards(self.config.shard, layer.rule(self.config), self.phi, q, k, v, gates, fast._replace(
+            M0=tuple(self.M0), whole=whole, local=local))
+        return y, fast._replace(M0=(), whole=with_M0(fast.whole, ()), local=with_M0(fast.local, ()))
 
 
 torch.serialization.add_safe_globals([Shards])

@@ -95,12 +95,12 @@ def attend(q, k, v, window, pk=None, pv=None, doc=None, keys=None):
         b, first = min(a + step, T), max(0, before + a - w + 1) if w else 0
         i = torch.arange(before + a, before + b, device=q.device)[:, None]
         j = torch.arange(first, before + b, device=q.device)
-        seen, mask = (k[:, :, first: before + b], v[:, :, first: before + b]), (j <= i) & (j > i - w) if w else j <= i
+        kv, mask = (k[:, :, first: before + b], v[:, :, first: before + b]), (j <= i) & (j > i - w) if w else j <= i
         if doc is not None:
             mask = mask & ((doc[:, a:b, None] == keys[:, None, first: before + b]) | (i == j))[:, None]
         if pk is not None:
-            seen, mask = [torch.cat(pair, 2) for pair in zip((pk, pv), seen)], F.pad(mask, (pk.shape[2], 0), value=True)
-        ys.append(F.scaled_dot_product_attention(q[:, :, a:b], *seen, attn_mask=mask))
+            kv, mask = [torch.cat(pair, 2) for pair in zip((pk, pv), kv)], F.pad(mask, (pk.shape[2], 0), value=True)
+        ys.append(F.scaled_dot_product_attention(q[:, :, a:b], *kv, attn_mask=mask))
     return torch.cat(ys, 2)
 
 
