@@ -1204,79 +1204,52 @@ def test_shakespeare(tmp_path, monkeypatch, capsys, served):
         assert capsys.readouterr().err.count("\n") == 1 and not path.exists()
 
 
-def test_json_and_mixes(tmp_path, monkeypatch):
-    """Catches: another field, a lost line between books, weights that do nothing, validation text in the training."""
+def test_files_folders_and_mixes(tmp_path, monkeypatch):
+    """Catches: another field, a lost line between books, a text read twice, for a link leads to it; weights that do
+    nothing, validation text in the training."""
     monkeypatch.chdir(tmp_path)
-    Path("a.jsonl").write_text('{"text": "To\u2028be", "title": "x"}\n\n{"text": "or"}\n')
-    Path("b.json").write_text('[{"text": "not"}, {"text": "to"}]')
-    for name, *rows in ("a.jsonl", "To\u2028be", "or"), ("b.json", "not", "to"):
-        assert data.read(name).text.split(data.BORDER) == rows
-    Path("c.txt").write_text("c" * 90 + "C" * 10)
-    Path("d.jsonl").write_text('{"text": "' + "d" * 900 + "D" * 100 + '"}')
-    corpus, byte = data.read("c.txt:1,d.jsonl:3"), data.make_tokenizer("byte", "")
+    for name, body in {"d/a.JSONL": '{"text": "To\u2028be", "title": "x"}\n{"text": " "}\n{"text": "or"}\n',
+                       "d/sub/b.json": '[{"text": "not"}, {"text": "to"}]', "d/no.md": "no", "d/.git/z.txt": "no",
+                       "c.txt": "c" * 90 + "C" * 10, "d.json": '{"text": "' + "d" * 900 + "D" * 100 + '"}'}.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(body)
+    Path("d/c.json").symlink_to("sub/b.json")
+    assert data.read("d").text.split(data.BORDER) == ["To\u2028be", "or", "not", "to"]
+    corpus, byte = data.read("c.txt:1,d.json:3"), data.make_tokenizer("byte", "")
     train, val = (byte.decode(ids[:]) for ids in corpus.splits(byte, 4))
     assert train == "c" * 300 + "d" * 900 and val == "C" * 10 + "D" * 30            # 1 : 3, both of them
-    assert corpus.text[:990] == "c" * 90 + "d" * 900 and corpus.used == "c.txt:1,d.jsonl:3"
-    assert corpus.sha256 not in (data.read("c.txt:2,d.jsonl:3").sha256, data.read("d.jsonl").sha256)
+    assert corpus.text[:990] == "c" * 90 + "d" * 900 and corpus.used == "c.txt:1,d.json:3"
+    assert corpus.sha256 not in (data.read("c.txt:2,d.json:3").sha256, data.read("d.json").sha256)
 
 
-def test_links_and_kinds_of_files(tmp_path):
-    """Each real file once, whatever links to it, and no hidden ones, as editors leave. Catches: a text read 41 times,
-    so that validation text is trained on; a kind of file skipped in silence."""
-    for name, body in {"d/b.txt": "B", "d/sub/a.JSONL": '{"text": "A"}\n{"text": " "}\n{"text": "C"}',
-                       "d/z.json": '{"text": "Z"}', "d/empty.txt": "", "d/no.md": "no", "d/._b.txt": "B",
-                       "d/.ipynb_checkpoints/b-checkpoint.txt": "B", "d/sub/.git/z.txt": "no"}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(body)
-    for link, to in {"d/self": ".", "d/c.txt": "b.txt", "d/a": "sub", "e": "d"}.items():
-        (tmp_path / link).symlink_to(to)
-    for folder in "de":
-        assert data.read(tmp_path / folder).text.split(data.BORDER) == ["A", "C", "B", "Z"]
-    (tmp_path / "d/b.txt").unlink()                           # c.txt is a link to it
-    with pytest.raises(common.UserError, match=r"d/c.txt: FileNotFound[^\n]*\Z"):
-        data.read(tmp_path / "d")
-
-
-@pytest.mark.parametrize("name, body, word", [
-    ("t.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: JSONDecodeError"),
-    ("t.JSONL", b'{"text": "a"}\n{"txt": "b"}', "JSONL, line 2: KeyError 'text'"),
-    ("t.json", b'{"text": 1}', '"text" is a string'), ("a/t.txt", b"abcdef\xe9", "t.txt: .*0xe9 in position 6"),
-    ("t.jsonl", b'{"text": "\xe9"}', "line 1: .*byte 0xe9 .*iconv"),
-    ("t.jsonl", b'{"text": "\\ud800"}', "line 1: UnicodeEncodeError"),
-    ("t.txt.gz", b"\x1f\x8b\x08", "gunzip"), ("a/t.gz", b"", "no text in a; .*gunzip"),
-    ("train.bin", b"T\0o\0", "folder of"),
-    ("x", b"", "a.txt,x: .*no such file.*with weights, a.txt:0.4")], ids=lambda part: None)
-def test_texts_that_cannot_be_read(tmp_path, monkeypatch, name, body, word):
-    """One line names the file, the line and what to do. Catches a traceback, raw JSON as a text, advice on another
-    fault."""
-    monkeypatch.chdir(tmp_path)
-    Path("a").mkdir()
-    Path(name).write_bytes(body)
-    with pytest.raises(common.UserError, match=rf"(?i)^[^\n]*{word}[^\n]*\Z"):
-        data.read({"x": "a.txt,x"}.get(name, name.partition("/")[0]))
+LLM_C = np.array([20240520, 1, 300] + [0] * 253, "<i4").tobytes()
 
 
 def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch):
+    """The line names the file, the line and what to do. Catches: a traceback, raw JSON as a text, ids of four bytes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: open("/gone"))           # an OSError, as without network
-    for name, body in {"empty": b"\n\n", "latin": b"\xef\xbb\xbf ab\xe9t\xe9",
-                       "tok/train.bin": b"\1\0" * 20, "tok/val.bin": b"\1\1\0\0" * 5, "half/train.bin": b"ab"}.items():
+    for name, body in {"empty": b"\n\n", "latin": b"\xef\xbb\xbf ab\xe9t\xe9", "a.jsonl": b'{"text": "a"}\n{"b": 1}',
+                       "b.json": b'{"text": 1}', "c.txt.gz": b"\x1f\x8b\x08", "tok/train.bin": b"\1\0" * 20,
+                       "tok/val.bin": b"\1\1\0\0" * 5, "odd/train.bin": b"\1\0\1", "name/medieval.bin": b"\1\0" * 9,
+                       "wide/val.bin": np.arange(999, dtype="<u4").tobytes(),
+                       "cut/val.bin": LLM_C + b"\1\0" * 299}.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(body)
     tokens, byte = data.read("tok"), data.make_tokenizer("byte", "")
     for call, args, word in [
             (data.read, ["gone"], "No such file"), (data.read, ["empty"], "no text"),
-            (data.read, ["latin"], "byte 0xe9 in position 3"), (data.read, ["tok:0,tok:1"], "weight"),
+            (data.read, ["c.txt.gz"], "gunzip"), (data.read, ["latin"], "byte 0xe9 in position"),
+            (data.read, ["a.jsonl"], "a.jsonl, line 2: KeyError"), (data.read, ["b.json"], '"text" is a string'),
+            (data.read, ["tok:0,tok:1"], "weight"),
+            *((data.read, [name], "train.bin|val.bin.*four bytes") for name in ("odd", "wide", "cut")),
+            (data.read, ["name"], "medieval.bin.*rename"),
             (tokens.splits, [byte, 10], "--seq-len 10"), (tokens.splits, [byte, 9], "up to 257"),
-            (data.read("half").splits, [byte, 8], "a split has 0"),
-            (data.Corpus("t", "", "t" * 500).splits, [byte, 50], "a split has 50"),
             (data.make_files, [types.SimpleNamespace(data="latin", out=Path("tok"))], "already holds"),
             (data.make_tokenizer("char", TEXT).encode, ["ToZeYZ"], "'YZ'"),
-            (data.make_tokenizer, ["char", ""], "needs a text"), (data.make_tokenizer, ["gpt2", ""], "TIKTOKEN_CACHE"),
-            (recall.mqar, [2, 4, 4, 8, 64, None], "vocab=8")]:
-        with pytest.raises(common.UserError, match=rf"^[^\n]*{word}[^\n]*\Z"):
+            (data.make_tokenizer, ["char", ""], "needs a text"), (data.make_tokenizer, ["gpt2", ""], "TIKTOKEN_CACHE")]:
+        with pytest.raises(common.UserError, match=rf"^[^\n]*({word})[^\n]*\Z"):
             call(*args)
-    assert data.Corpus("t", "", "t" * 500).splits(byte, 49)
 
 
 @pytest.mark.parametrize("kind, size", [("char", len(set(TEXT))), ("byte", 257), ("gpt2", 259)])
@@ -1301,7 +1274,7 @@ def test_tokenizer_round_trip(monkeypatch, gpt2, kind, size):
 
 
 def test_token_files(tmp_path, monkeypatch):
-    """They hold the ids of the text, however it is cut into blocks, and are never overwritten nor misread."""
+    """They hold the ids of the text, however it is cut into blocks. Catches: a half file, one that is misread."""
     monkeypatch.setattr(data, "BLOCK", 7)
     (tmp_path / "t.txt").write_text(TEXT * 20, encoding="utf-8")
     data.main(["--data", str(tmp_path / "t.txt"), "--tokenizer", "byte", "--out", str(out := tmp_path / "out")])
@@ -1309,45 +1282,24 @@ def test_token_files(tmp_path, monkeypatch):
     for part, ids in zip(corpus.splits(tokenizer, 8), data.split(tokenizer.encode(TEXT * 20)), strict=True):
         assert part[:].dtype == np.uint16 and np.array_equal(part[:], ids)
         assert all(map(torch.equal, data.batch(part, 0, 3, 4, 8), data.batch(ids, 0, 3, 4, 8)))
-    with pytest.raises(KeyboardInterrupt), common.replacing(out / "val.bin") as temporary:    # leaves no half file
+    with pytest.raises(KeyboardInterrupt), common.replacing(out / "val.bin") as temporary:
         temporary.write_text("ha")
         raise KeyboardInterrupt
     assert data.read(out).sha256 == corpus.sha256 and {p.name for p in out.iterdir()} == {"train.bin", "val.bin"}
-    (out / "val.bin").write_bytes(b"\0\0" * 9)
-    assert data.read(out).sha256 != corpus.sha256
-    (out / "meta.pkl").write_bytes(b"")                       # nanoGPT's own characters: their text is read instead
-    (out / "input.txt").write_text("To be")
-    assert data.read(out).text == "To be"
-
-
-def test_a_shard_is_train_or_val_by_a_word_of_its_name(tmp_path):
-    """Catches: pretrain_val_0.bin trained on, medieval_train_0.bin validated on, a file left out in silence."""
-    for i, name in enumerate(("medieval_TRAIN_0", "pretrain-val-0", "train_set1", "val")):
-        (tmp_path / f"{name}.bin").write_bytes(bytes([i, 0] * 9))
-    assert [[a[0] for a in ids.parts] for ids in data.read(tmp_path).tokens] == [[0, 2], [1, 3]]
-    for name in "medieval_1.bin", "val_train.bin":
-        (tmp_path / name).write_bytes(b"\1\0" * 9)
-        with pytest.raises(common.UserError, match=rf"{name}: [^\n]*rename[^\n]*\Z"):
-            data.read(tmp_path)
-        (tmp_path / name).unlink()
-
-
-LLM_C = np.array([20240520, 1, 300] + [0] * 253, "<i4").tobytes()
 
 
 def test_shards_are_one_stream(tmp_path, text):
     """Files with and without llm.c's header, and mixes, are read as one array, and trained on. Catches: a header taken
-    for ids, a slice across files that lacks some, an id of the last file unseen, files loaded whole."""
+    for ids, a slice across files that lacks some, files loaded whole, `pretrain-val` trained on."""
     ids = np.random.default_rng(0).integers(0, 200, 1000, dtype="<u2")
     (tmp_path / "tok").mkdir()
-    for name, a, b in ("train_000", 0, 2), ("train_001", 2, 302), ("train_002", 302, 1000), ("val_000", 0, 80):
+    for name, a, b in ("mid_TRAIN_0", 0, 2), ("train_001", 2, 302), ("train_002", 302, 1000), ("pretrain-val-0", 0, 80):
         (tmp_path / f"tok/{name}.bin").write_bytes(LLM_C * (b == 302) + ids[a:b].tobytes())
     corpus, byte = data.read(tmp_path / "tok"), data.make_tokenizer("byte", "")
     train, val = corpus.splits(byte, 8)
-    for a, b in (0, 1000), (0, 2), (1, 2), (1, 3), (2, 302), (300, 999), (302, 303), (990, 2000):
+    for a, b in (0, 1000), (0, 2), (1, 3), (2, 302), (300, 999), (990, 2000):
         assert train[a:b].tolist() == ids[a:b].tolist()
     assert len(train) == 1000 and val[:].tolist() == ids[:80].tolist()
-    assert corpus.sha256 == hashlib.sha256(ids.tobytes() + ids[:80].tobytes()).hexdigest()
     assert all(isinstance(part, np.memmap) and not part.flags.writeable for part in train.parts)
     assert go(tmp_path / "tok", tmp_path / "out", "--tokenizer", "byte", "--steps", 2) == 0
     mixed, _ = data.read(f"{tmp_path / 'tok'}:2,{text}:1").splits(byte, 8)
@@ -1355,33 +1307,17 @@ def test_shards_are_one_stream(tmp_path, text):
     assert mixed[5399:5402].tolist() == [ids[399], *text.read_bytes()[:2]]        # a part is cut within a file
 
 
-@pytest.mark.parametrize("body", [
-    b"", b"\1\0\1", np.arange(999, dtype="<u4").tobytes(), LLM_C + b"\1\0" * 299],
-    ids="empty odd uint32 header".split())
-def test_token_files_that_cannot_be_read(tmp_path, body):
-    """Catches: a traceback, ids of four bytes read as twice as many of two."""
-    for name in "train.bin", "val.bin":
-        (tmp_path / name).write_bytes(body)
-    with pytest.raises(common.UserError, match=r"train.bin is empty, cut off, or of four bytes[^\n]*\Z"):
-        data.read(tmp_path)
-
-
-def test_documents_are_joined_by_end(tmp_path, monkeypatch, gpt2):
-    """Catches: a newline in the place of END, END in a vocabulary that needs none, a text that says END, a checkpoint
-    from before whose vocabulary lacks it."""
-    monkeypatch.chdir(tmp_path)
+def test_documents_are_joined_by_end(tmp_path, gpt2):
+    """Catches: a newline in the place of END, END in a vocabulary that needs none, a text that says END."""
     texts = "aab\n", "baa<|endoftext|>", "aab"
-    Path("d.jsonl").write_text("\n".join(json.dumps(dict(text=text)) for text in texts))
-    text = data.read("d.jsonl").text
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(dict(text=text)) for text in texts))
+    text = data.read(tmp_path / "d.jsonl").text
     for kind, size in ("char", 14), ("byte", 257), ("gpt2", 259):
         t = data.make_tokenizer(kind, text)
         ids, end = t.encode(text), t.tokens.index(data.END)
         assert t.end == end == t.vocab_size - 1 == size - 1 and (ids == end).sum() == 2 and ids.dtype == np.int64
         assert t.decode(ids) == "<|endoftext|>".join(texts) and t.bytes_a_token([0, end, 1]) == 0.5
     assert data.make_tokenizer("char", "ab").end is None
-    before = data.Tokenizer("byte", [bytes([b]) for b in range(256)])
-    assert before.end is None and before.decode(before.encode(text)) == "\n".join(texts)
-    assert data.read("d.jsonl").sha256 == hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def test_documents_begin_at_chunks():
@@ -1416,7 +1352,7 @@ def test_batch():
     assert list(map(len, data.split(range(1_115_394)))) == [1_003_854, 111_540]     # nanoGPT's, of tiny Shakespeare
 
 
-@pytest.mark.parametrize("n, T, B", [(100, 8, 3), (97, 8, 4), (98, 8, 4), (9, 8, 4), (8, 8, 4), (2, 8, 4), (3, 1, 1)])
+@pytest.mark.parametrize("n, T, B", [(100, 8, 3), (97, 8, 4), (9, 8, 4), (2, 8, 4), (3, 1, 1)])
 def test_windows_and_streams_cover_everything_once(n, T, B):
     """Each token but the first is a target exactly once: a dropped tail would flatter or spoil the validation loss."""
     pieces = list(data.windows(np.arange(n, dtype=np.uint8), T, B))
@@ -1600,9 +1536,6 @@ def test_a_run_on_documents(tmp_path, capsys):
     flags = "--steps 4 --documents --seq-len 64"
     assert go(tmp_path / "a.jsonl", tmp_path / "out", *flags.split()) == 0
     assert re.search(r"multiple of 8 tokens; gaps take [1-4]\d\.\d%", capsys.readouterr().out)
-    assert train.main([*RUN, "--data", str(tmp_path / "a.jsonl"), "--init", str(tmp_path / "out"), "--out",
-                       str(tmp_path / "second"), *flags.split()]) == 0
-    assert "gaps take" in capsys.readouterr().out
     ckpt = train.load_checkpoint(tmp_path / "out")
     model, tc = train.rebuild(ckpt)[0].double(), train.TrainConfig(**ckpt["train"])
     task = train.Text(tc, CPU, torch.float32, ckpt)
@@ -1623,25 +1556,21 @@ MISTAKES = [                                                  # program, flags, 
     (train, "--widnow 3", "--widnow"), (train, "--model atals", "atals"), (train, "--steps 0", "--steps"),
     (train, "--wiring mag --memory-floor 0.3,2", "--memory-floor"), (train, "--muon-every 8", "muon_every of chunk"),
     (train, "--data words:1,words:2 --documents --tokenizer byte", "one text"), (train, "--lr nan", "--lr"),
-    (train, "--documents --wiring mag", "needs --persistent 0\n"), (train, "stray", "stray"),
-    (train, "--documents --forget zero", "needs --forget start\n"),
+    (train, "--documents --wiring mag", "needs --persistent 0\n"), (train, "--features exp", "--no-muon"),
+    (train, "--model swa --wiring mag", "memory"), (train, "--shard 4 --wiring mac", "--shard"),
+    (train, "--degree 4 --head-dim 64", "107 GB"), (train, "--n-head 5 --head-dim 0", "--n-head"),
     (data, "--data words --tokenizer byte --out words", "--out words"), (train, "--device mps", "mps"),
     (train, "--resume", "ckpt.pt"), (train, "--init words", "words"), (train, "--data gone", "gone"),
     (train, "--data words --seq-len 400", "short"), (train, "--muon False", "False"),
-    (train, f"--seed {2**64 - 1}", "--seed"), (train, f"--threads {2**64}", "--threads"),
-    (train, "--data words --out words", "--out words"), (episodic, "--grok --out words/x", "--out words/x"),
-    (sample, "--ckpt run --prompt \udcff", "UTF-8"), (sample, "--save-state x --num 2", "--num"),
+    (train, "--data words --out words", "--out words"), (train, "--repeats 0.5 --seq-len 16", "--seq-len"),
     (sample, "--ckpt run --load-state words", "words"), (sample, "--prompt - --save-state gone/x", "gone/x"),
     (sample, "--prompt - --save-state run/best.pt", "run/best.pt is no"), (sample, "--top-p 1.1", "--top-p"),
     (sample, "--prompt -", "UTF-8"), (sample, "--ckpt run --device cpu --prompt \u00e9", "\u00e9"),
-    (eval, "--ckpt gone", "gone"), (recall, "mqar --window 0", "--window"), (bench, "rule --json gone/x", "gone"),
+    (eval, "--ckpt gone", "gone"), (eval, "capacity --json run", "run"), (eval, "", "TASK"),
+    (eval, "probe --ckpt run --no-write", "--no-write"), (recall, "mqar --window 0", "--window"),
     (recall, "mqar --pairs 1 7", "vocab=16"), (recall, "mqar --model gpt", "transformer"), (recall, "mar", "mqar"),
-    (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mad --model swa,attention=True", "attention"),
-    (recall, "mad --model titans atlas,steps=0", "--steps"), (recall, "mqar --json words", "no results"),
-    (recall, "needle --pairs 4", "--pairs"), (recall, "mqar --lr nan", "--lr"), (eval, "capacity --json run", "run"),
-    (eval, "probe --ckpt run --no-write", "--no-write"), (eval, "--ckpt run --chunk 8", "--chunk"), (eval, "", "TASK"),
-    (episodic, "--stablemax", "grok"), (episodic, "--grok --optimizer muon", "episodes"),
-    (episodic, "--grok --modulus 12", "--modulus")]
+    (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mqar --json words", "no results"),
+    (bench, "rule --json gone/x", "gone"), (episodic, "--stablemax", "grok")]
 
 
 @pytest.mark.parametrize("module, argv, word", MISTAKES)
@@ -1659,21 +1588,17 @@ def test_resume_refuses_what_would_change_the_run(copy, text, tmp_path, capsys):
     `lower --lr`, says a run that stops."""
     before = contents(copy)
     (other := tmp_path / "other").write_text(text.read_text()[::-1])
-    for argv in (["--window", 5], ["--lr", 0.5], ["--model", "titans"], ["--no-muon"], ["--data", other]):
+    for argv in (["--window", 5], ["--model", "titans"], ["--no-muon"], ["--data", other]):
         said = refused(capsys, train.main, "--resume", "--out", copy, "--steps", 20, *argv)
         assert argv[0].replace("--no-", "--") in said
     assert contents(copy) == before
-    assert train.settings(dict(resume=True, window=3, log_every=7), saved(copy))[0].log_every == 7
     assert train.main(f"--resume --out {copy} --device cpu --steps 12 --lr 1e-3".split()) == 0
     assert "--lr is 0.001 from here on, " in capsys.readouterr().out
     ckpt = saved(copy)
     assert ckpt["train"]["lr"] == 1e-3 and rows(copy, "step", "lr")[-1] == ("12", f"{1e-3 / 12:.6g}")
-    assert ckpt["optimizers"][0]["param_groups"][1]["lr"] == pytest.approx(1e-3 / 12)
     torch.save(ckpt | dict(train=ckpt["train"] | dict(data="gone.txt")), at := copy / "ckpt.pt")    # not here
-    for main, *argv in ((train.main, "--resume", "--out", copy, "--steps", 20), (eval.main, "--ckpt", at),
-                        (eval.main, "twice", "--ckpt", at), (eval.main, "probe", "--ckpt", at)):
+    for main, *argv in (train.main, "--resume", "--out", copy, "--steps", 20), (eval.main, "--ckpt", at):
         assert re.search(f"cannot read gone.txt.*{at}.* --data", refused(capsys, main, *argv, "--device", "cpu"))
-    assert str(at) not in refused(capsys, eval.main, "--ckpt", at, "--device", "cpu", "--data", "no.txt")
 
 
 # ---- the run
@@ -1700,21 +1625,15 @@ def test_a_run_says_logs_and_saves_what_it_did(trained, text):
 
 def test_one_folder_one_run(copy, text, capsys, monkeypatch):
     """Two runs in the default --out mix log, best.pt and ckpt.pt of both. A killed run's lock must not lock anyone out,
-    a mistake not leave a folder behind, and a disk without locks not prevent a run."""
+    and a disk without locks not prevent a run."""
     before = contents(copy)
     with common.locked(copy):
         for main, *argv in ((train.main, "--resume", "--steps", 20), (train.main, *NET, *RUN, "--data", text),
                             (episodic.main, "--grok", "--device", "cpu")):
             assert f"process {os.getpid()} " in refused(capsys, main, *argv, "--out", copy)
-        monkeypatch.setattr(train, "RANK", 1)                 # only process 0 of torchrun writes
-        monkeypatch.setattr(train, "PROCESSES", 2)
-        monkeypatch.setenv("MASTER_PORT", "1")
-        assert "wiring" in refused(capsys, train.main, "--resume", "--out", copy, "--wiring", "mag")
     assert contents(copy) == before
-    monkeypatch.undo()
     (copy / "lock").write_text("process 1, which was killed")
     assert go(text, copy, "--steps", 1) == 0 and not (copy / "lock").exists()
-    assert refused(capsys, train.main, "--resume", "--out", copy / "a" / "b") and not (copy / "a").exists()
 
     def no_locks(*_):
         raise OSError(38, "Function not implemented")
@@ -1790,21 +1709,16 @@ def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("numbers, code, step", [
-    ([2], 130, 6), ([15], 143, 6), ([2, 2], 130, 4), ([2, 15], 143, 4), ([1], 129, 6), ([1, 1], 129, 6),
-    ([1, 15], 129, 6), ([1, 2], 129, 6), ([15, 1], 143, 6), ([1, 15, 1, 15], 143, 4)])
+    ([2], 130, 6), ([2, 2], 130, 4), ([15], 143, 6), ([1, 15], 129, 6)])
 def test_one_signal_finishes_the_step_and_two_stop_at_once(numbers, code, step, text, tmp_path, monkeypatch):
     """Ctrl-C must lose no step; who presses it twice will not wait. It may have ended `2>&1 | tee`, and the pipe. A
-    closed terminal sends SIGHUP, often twice or with SIGTERM, and cannot be written to; nohup ignores it."""
+    closed terminal sends SIGHUP, often with SIGTERM, and cannot be written to."""
     before = signal.getsignal(signal.SIGINT)
     signal_in(monkeypatch, 6, *numbers)
     monkeypatch.setattr(os, "write", Closed().write)
     monkeypatch.setattr(sys, "stdout", Closed(OSError(5, "Input/output error") if 1 in numbers else BrokenPipeError))
     assert go(text, tmp_path, "--steps", 9) == code and signal.getsignal(signal.SIGINT) is before
     assert saved(tmp_path)["step"] == step and rows(tmp_path, "step")[-1] == (str(step),)
-    usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with train.noted_signals("") as noted:
-        signal.raise_signal(signal.SIGHUP)
-    assert not noted and signal.signal(signal.SIGHUP, usual) == signal.SIG_IGN
 
 
 def test_a_second_run_moves_the_first_aside(text, copy, monkeypatch):
@@ -1826,11 +1740,9 @@ def test_a_new_run_begins_with_the_weights_of_another(text, trained, tmp_path, c
     run = [*RUN, "--data", str(other), "--out", str(tmp_path / "second"), "--init", str(trained), "--steps", "1"]
     assert train.main([*run, "--lr", "0", "--outer-muon-lr", "0", "--chunk", "4"]) == 0
     a, b = train.load_checkpoint(trained), train.load_checkpoint(tmp_path / "second")
-    assert same(a["model"], b["model"]) and b["tokenizer"] == a["tokenizer"]
-    assert b["config"] == {**a["config"], "chunk": 4}
-    assert (b["step"], b["train"]["lr"], b["data"]["used"]) == (1, 0.0, str(other))
-    assert same(saved(trained)["model"], a["model"])
-    for flags, word in ((["--n-embd", 32], "shapes"), (["--model", "titans"], "--model"), (["--size", "baby"], "size")):
+    assert same(a["model"], b["model"]) and b["tokenizer"] == a["tokenizer"] and b["step"] == 1
+    assert b["config"] == {**a["config"], "chunk": 4} and b["data"]["used"] == str(other)
+    for flags, word in (["--n-embd", 32], "shapes"), (["--model", "titans"], "--model"):
         assert word in refused(capsys, train.main, *run, *flags)
 
 
@@ -1857,7 +1769,7 @@ def test_what_is_not_finite_stops_the_run_before_it_saves(text, tmp_path, monkey
         return real(self, x, y) + ((self.norm.weight.sum() * 0).sqrt() if len(calls) == 7 else 0)
     monkeypatch.setattr(models.LM, "loss", loss)
     said = refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", tmp_path, code=1)
-    assert "step 6 is not finite" in said and "lower --lr" in said and saved(tmp_path)["step"] == 4
+    assert "step 6" in said and "lower --lr" in said and saved(tmp_path)["step"] == 4
     assert all(p.isfinite().all() for p in calls[0].parameters())
 
 
@@ -1872,34 +1784,26 @@ def test_a_failed_save_keeps_the_checkpoint_before_it(copy, monkeypatch):
     with pytest.raises(common.Halt, match="ckpt.pt.*intact"):
         train.save_checkpoint(copy / "ckpt.pt", dict(step=1), torch.nn.Linear(1, 1), [])
     assert contents(copy) == before
-    with pytest.raises(common.Halt, match="first.pt.*none was saved"):
-        train.save_checkpoint(copy / "first.pt", dict(step=1), torch.nn.Linear(1, 1), [])
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(copy, text, capsys):
     """A line for whatever lies there; of what pickle could make, only tensors and plain values are read."""
-    cases = [b"", b"a text", (copy / "best.pt").read_bytes()[:-1]]
-    for other in [1], dict(format=train.FORMAT - 1), dict(format=train.FORMAT, other=Path("x")):
+    whole, ckpt, cases = (copy / "best.pt").read_bytes(), saved(copy), []
+    for other in (dict(format=train.FORMAT - 1), dict(format=train.FORMAT, other=Path("x")),
+                  ckpt | dict(config=ckpt["config"] | {"later": 1}),
+                  {k: a for k, a in ckpt.items() if k != "tokenizer"},
+                  ckpt | dict(model={k: a * math.nan for k, a in ckpt["model"].items()})):
         torch.save(other, file := io.BytesIO())
         cases.append(file.getvalue())
-    for raw in cases:
+    for raw in b"", whole[:-1], *cases:
         (copy / "best.pt").write_bytes(raw)
-        assert "best.pt" in refused(capsys, sample.main, "--ckpt", copy)
-    ckpt = saved(copy)
-    for change, word in ((dict(config=ckpt["config"] | {"later": 1}), "'later'"), (
-                         dict(model={k: a * math.nan for k, a in ckpt["model"].items()}), "not finite")):
-        torch.save(ckpt | change, copy / "best.pt")
         for main, *argv in (sample.main, "--ckpt"), (eval.main, "--ckpt"), (train.main, "--data", text, "--init"):
-            assert word in refused(capsys, main, *argv, copy)
-    torch.save({k: a for k, a in ckpt.items() if k != "tokenizer"}, copy / "best.pt")
-    assert "episodic.py" in refused(capsys, sample.main, "--ckpt", copy)
+            assert "best.pt" in refused(capsys, main, *argv, copy)
 
 
 @pytest.mark.parametrize("fault, code, word", [
     (torch.OutOfMemoryError("CUDA out of memory"), 1, "--remat"), (MemoryError(), 1, "--batch-size"),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), 1, "intact"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "--remat"), (OSError("disk full"), 1, "full"),
-    (common.Halt("a line"), 1, "a line"), (common.UserError("a line"), 2, "a line"),
+    (OSError("disk full"), 1, "full"), (common.Halt("a line"), 1, "a line"), (common.UserError("a line"), 2, "a line"),
     (KeyboardInterrupt(), 130, "stop")])
 def test_exit_codes(fault, code, word, capsys, monkeypatch):
     """A traceback for what a user can mend, or exit code 0 for what failed."""
@@ -2137,9 +2041,8 @@ def test_twice_on_a_checkpoint(trained, monkeypatch, capsys):
     assert len(writes) == len(frozen) == 2 and writes != frozen
 
 
-def test_repeated_windows(capsys):
+def test_repeated_windows():
     """Catches passages that do not come again, targets that are not the next tokens, a share that is another."""
-    assert "--seq-len" in refused(capsys, train.main, *RUN, "--repeats", 0.5)
     ids = torch.arange(65).expand(2000, -1)
     for on in (False, True):
         x, y = data.repeated(ids[:, :-1], ids[:, 1:], 0.25, on, 1, 2)
@@ -2169,8 +2072,6 @@ def test_stream_tells_growth_and_nan(capsys):
     slowly = lambda state: torch.zeros(1000 if state is None else len(state) + 5)          # 9 % from the first tenth on
     with pytest.raises(common.Halt, match="state grows"):
         eval.stream(Stub(uniform, slowly), ids, 20_000)
-    for n in (900, 2000, 3000):                               # the second piece brings the last buffers
-        eval.stream(Stub(uniform, lambda state: torch.zeros(9 if state is None else 99)), ids, n)
     eval.stream(Stub(uniform, slowly, attention=True, attn_window=0), ids, 20_000)
     with pytest.raises(common.Halt, match="nan after 1,024 tokens"):
         eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000)
