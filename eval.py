@@ -87,7 +87,7 @@ def loss_task(args, device):
         other = "; not the text of the training" * (corpus.sha256 != ckpt["data"]["sha256"])
         say(f"{name}, {model.num_params():,} parameters, trained on {ckpt['data']['used']} in windows of {T}\n"
             f"{len(val):,} validation tokens of {corpus.used}{other}")
-        loss = train.report(model, tokenizer, val, T, args.batch_size, max_tokens=train.TrainConfig.report_tokens)
+        loss = train.report(model, tokenizer, val, T, args.batch_size, max_tokens=train.REPORT_TOKENS)
         shape = min(args.length or 4 * T, len(val) - 1), args.batch_size
         at, n = position_loss(model, evenly(val, *shape))
         say(f"\nby position, mean of {n} windows of {len(at)}; trained on {T}\n  tokens before   nats/token")

@@ -160,23 +160,20 @@ def test_ns_in_float32(shape):
 def test_outer_muon():
     """Two steps by hand; torch's own in bfloat16. Catches: momentum or Nesterov's part lost, a lost factor or decay."""
     first, *grads = ([torch.randn(12, 6), torch.randn(6, 12)] for _ in range(3))
-    lr, decay, mu, results = 0.02, 0.1, 0.95, []
-    for native in (False, True):
+    for native, tol in (False, 1e-5), (True, 2e-3):
         params = [torch.nn.Parameter(p.clone()) for p in (*first, torch.ones(3, 3))]
-        optimizer = muon.Muon(params, lr=lr, weight_decay=decay)
+        optimizer = muon.Muon(params, lr=0.02, weight_decay=0.1)
         optimizer.bfloat16 = native
         for params[0].grad, params[1].grad in grads:
             optimizer.step()
-        results.append(params)
         assert torch.equal(params[2], torch.ones(3, 3))       # it has no gradient
-    for i, p in enumerate(first):
-        B = 0
-        for g in (step[i] for step in grads):
-            B = mu * B + (1 - mu) * g
-            O = newton_schulz_ref((1 - mu) * g + mu * B)
-            p = (1 - lr * decay) * p - lr * max(1, p.shape[0] / p.shape[1]) ** 0.5 * O
-        close(results[0][i], p, 1e-5)
-        close(results[1][i] - first[i], p - first[i], 2e-3)   # of 0.07
+        for i, p in enumerate(first):
+            B = 0
+            for g in (step[i] for step in grads):
+                B = 0.95 * B + 0.05 * g
+                O = newton_schulz_ref(0.05 * g + 0.95 * B)
+                p = (1 - 0.002) * p - 0.02 * max(1, p.shape[0] / p.shape[1]) ** 0.5 * O
+            close(params[i] - first[i], p - first[i], tol)    # of 0.07
 
 
 @pytest.mark.parametrize("more", [{}, dict(tie=True, wiring="mac")], ids=str)
@@ -438,22 +435,8 @@ def by_token(x, *names):
     return zip(*((a if a.dim() == 4 else a[..., None]).split(1, 2) for a in (x[name] for name in names)))
 
 
-def test_linear_attention():
-    """sum_{i <= t} (q_t . k_i) v_i, and with window and decay, every sum written out. Catches: a read before the write,
-    which misses i = t; a window or a decay off by one."""
-    rule, _, x = problem(T=9, memory="linear", loss="dot", momentum=False)
-    x["M0.0"], P = torch.zeros(2, 3, 3).double(), torch.zeros(2, 2, 9, 9).double()
-    ones = filled(x, keep=1, step=1) | dict(gate=torch.ones(2, 2, 9, 1).double())
-    both_forms((x["q"] @ x["k"].mT).tril() @ x["v"], rule._replace(window=1), ones)
-    exp = rule._replace(window=1), Features("exp", 3), ones   # Eq 26: attention without its denominator
-    close(play(chunks.run, *exp)[0], (x["q"] @ x["k"].mT).exp().tril() @ x["v"])
-    for t, n, i in [(t, n, i) for t in range(9) for n in range(t + 1) for i in range(max(0, n - 2), n + 1)]:
-        P[:, :, t, i] += x["keep"][:, :, n + 1: t + 1].prod(-1) * x["step"][:, :, n] * x["gate"][:, :, n, i - n + 2]
-    both_forms((P * (x["q"] @ x["k"].mT)) @ x["v"], rule, x)
-
-
 MATRIX = {                                                    # differences from: window 1, chunk 1, no momentum
-    "to M0": dict(forget="start"), "Eq 11": dict(window=3), "Eq 16": dict(chunk=4),
+    "to M0": dict(forget="start"), "Eq 11": dict(window=3), "Eq 55": dict(window=3, loss="dot"), "Eq 16": dict(chunk=4),
     "Eq 33": dict(window=3, momentum=True), "Eq 32": dict(window=3, muon_every=1, momentum=True),
     "choice 15": dict(chunk=8, muon_every=3, momentum=True), "choice 15, no momentum": dict(chunk=4, muon_every=2)}
 
@@ -468,7 +451,8 @@ def test_matrix_by_hand(case):
     for t, (q, keep, step) in enumerate(by_token(x, "q", "keep", "step")):
         i, anchor = slice(max(0, t - rule.window + 1), t + 1), anchor if t % rule.chunk else W
         k, v, gate = x["k"][:, :, i], x["v"][:, :, i], x["gate"][:, :, t, -min(t + 1, rule.window):, None]
-        S = momentum[:, :, t, None, None] * S + (gate * k).mT @ (k @ anchor - v)
+        error = k @ anchor - v if rule.loss == "l2" else -v
+        S = momentum[:, :, t, None, None] * S + (gate * k).mT @ error
         W, U, due = home + keep * (W - home), keep * U + step * S, keep * due + step
         if not m:
             W, U = W - U, 0
@@ -533,19 +517,6 @@ def test_no_text_makes_the_memory_run_away():
         x = {name: a if a is None else a.detach().float() for name, a in x.items()}
         y, state = play(chunks.run, rule, phi, x)
         assert bool(ball) == bool(y.isfinite().all()) and (not ball or max(map(norm, state.W)) <= ball * 1.001)
-
-
-@pytest.mark.parametrize("preset", ["titans", "swla", "atlas++"])
-def test_second_derivatives(preset, monkeypatch):
-    """A penalty on the gradient of a layer. Catches: a gradient written out that has none of its own, in silence."""
-    layer, x, results = shaken(small(preset)).blocks[0].layer, randn(1, 6, 16), []
-    leaves = [x.requires_grad_(), *layer.parameters()]
-    for fn in (omega_ref, chunks.run):
-        monkeypatch.setattr(chunks, "run", fn)
-        grads = torch.autograd.grad(layer(x)[0].square().sum(), leaves, create_graph=True)
-        results.append([*grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)])
-    close(results[1], results[0], 1e-8)
-    assert all(g.any() for g in results[0])
 
 
 @pytest.fixture
@@ -698,45 +669,35 @@ def test_memory_in_bfloat16(preset, monkeypatch):
     assert model.config.attention or not all(map(torch.equal, inside, outside))
 
 
-def memory_of(model, state):
-    """W and S of the first layer; of shards, which end in the padding, the sum of k k^T; of attention nothing."""
-    layer, inner = model.blocks[0].layer, getattr(state[0], "memory", state[0])
-    if model.config.shard:
-        return [inner.fast.kk]
-    return [] if model.config.attention else sum(getattr(layer, "memory", layer).weights(inner), ())
-
-
 def alone(model, rows, up):
-    """What each of rows, (1, T_i) tokens, says alone, W and S at its end, and the sum of its gradients."""
-    read = [model(row) for row in rows]
-    grads = torch.autograd.grad(sum((y * a).sum() for (y, _), a in zip(read, up)), list(model.parameters()))
-    return [y for y, _ in read], [memory_of(model, state) for _, state in read], grads
+    """What each of rows, (1, T_i) tokens, says alone, its states, and the sum of its gradients."""
+    said, states = zip(*(model(row) for row in rows))
+    grads = torch.autograd.grad(sum((y * a).sum() for y, a in zip(said, up)), list(model.parameters()))
+    return torch.cat(said, 1)[0], states, grads
 
 
 @some_models(*KINDS)
 def test_padding(name):
-    """Rows padded on the right say what they say alone, whole and in pieces, and end with their own W and S; gradients,
+    """Rows padded on the right say what they say alone, whole and in pieces, and end with their own memory; gradients,
     too. Catches: padding that writes, decays, moves the momentum, or is seen by a window, attention or convolution."""
     model = shaken(made(name, max_norm=0.0))                  # a ball works at the ends of chunks
     lengths = 16, 12, 8 if name == "token" else 6             # where blocks end, and not in a gap
     x, real, up = tokens(3, 16), torch.arange(16) < torch.tensor(lengths)[:, None], randn(3, 16, 11)
     rows = [x[i:i + 1, :n] for i, n in enumerate(lengths)]
-    wants, ends, grads = alone(model, rows, [a[:n] for a, n in zip(up, lengths)])
-    (y, state), want = model(x, None, real), torch.cat(wants, 1)[0]
+    want, ends, grads = alone(model, rows, [a[:n] for a, n in zip(up, lengths)])
+    y, state = model(x, None, real)
     close(y[real], want)
     close(torch.autograd.grad((y * up)[real].sum(), list(model.parameters())), grads, 1e-9)
-    for i, end in enumerate(ends):                            # exp features: without the rows of the padding's keys
-        close([a[i:i + 1, :, :m.shape[2]] for a, m in zip(memory_of(model, state), end)], end)
+    layer = model.blocks[0].layer
+    for i, end in enumerate(ends):
+        if name in ("atlas++", "forget M0", "token"):
+            close([a[i:i + 1] for a in sum(layer.weights(state[0]), ())], list(sum(layer.weights(end[0]), ())))
     say = lambda x, mask: in_pieces(model, (3, 4, 5, 13), x, mask)[0][mask]
     close(say(x, real), want)
-    gaps = rand(3, 16) > 0.4                                  # and what stands in a gap makes no difference
-    close(say(x, gaps), say(torch.where(gaps, x, tokens(3, 16)), gaps))
+    gaps, x = rand(3, 16) > 0.4, randn(3, 16, 16)             # and what stands in a gap makes no difference, even NaN
+    close(layer(x.where(gaps[..., None], torch.nan), None, gaps)[0][gaps], layer(x, None, gaps)[0][gaps])
     with pytest.raises(ValueError, match="bool"):
-        model(x, None, real.long())
-    layer, x = model.blocks[0].layer, randn(3, 16, 16)                            # nor does NaN there
-    clean, spoilt = (layer(a, None, gaps)[0][gaps] for a in (x, x.where(gaps[..., None], torch.nan)))
-    close([spoilt, *torch.autograd.grad(spoilt.sum(), list(layer.parameters()))],
-          [clean, *torch.autograd.grad(clean.sum(), list(layer.parameters()))])
+        model(tokens(3, 16), None, real.long())
 
 
 @some_models(*KINDS)
@@ -752,8 +713,8 @@ def test_reset(name):
             model(x, None, mask, reset)
         return
     rows = [(0, 0, 7), (0, 8, 16), (1, 0, 16)]
-    wants, _, grads = alone(model, [x[i:i + 1, a:b] for i, a, b in rows], [up[i, a:b] for i, a, b in rows])
-    y, want = model(x, None, mask, reset)[0], torch.cat(wants, 1)[0]
+    want, _, grads = alone(model, [x[i:i + 1, a:b] for i, a, b in rows], [up[i, a:b] for i, a, b in rows])
+    y = model(x, None, mask, reset)[0]
     close(y[mask], want)
     close(torch.autograd.grad((y * up)[mask].sum(), list(model.parameters())), grads, 1e-9)
     for cuts in ((8,), (7, 9, 10)):
@@ -805,18 +766,13 @@ def test_fsdp(name, tmp_path, request):
 @torch.no_grad()
 def test_select_and_save(name):
     """Rows reordered, repeated and dropped go on as they would alone, in the middle of a chunk and where one begins; a
-    file of the state goes on to the bit with an equal model. Catches: M0 cut by rows or saved; a state of another batch
-    that is broadcast."""
+    file of the state goes on to the bit with an equal model. Catches: M0 cut by rows or saved."""
     model, x = shaken(made(name)), tokens(3, 14)
     other, params = deepcopy(model), {p.data_ptr() for p in model.parameters()}
     for T, rows in (5, [2, 0, 2]), (8, torch.tensor([1, 1, 0, 2])):
         state = model(x[:, :T])[1]
         some, alone = select(state, rows), model(x[rows, :T])[1]
         close([some, model(x[rows, T:], some)], [alone, model(x[rows, T:], alone)], 1e-9)
-        close(select(state[0], rows), alone[0], 1e-9)
-        assert state_bytes(some) == state_bytes(alone)
-        with pytest.raises(ValueError, match=f"batch is {len(rows)}, not 2"):
-            model(x[:2, T:], some)
         torch.save(detach(state), file := io.BytesIO())
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         other.check_state(loaded)
@@ -938,22 +894,13 @@ def test_rope_is_relative():
 
 
 @torch.no_grad()
-def test_wirings_by_hand(monkeypatch):
-    """Titans Eq 21-31, and what comes first. Catches: a MAC that writes before it attends, or reads what it has just
-    written, h of later tokens, persistent tokens without effect (lucidrains of his own: "never done correctly")."""
-    calls = []
-    for owner, name, call in ((models.Memory, "forward", "write"), (models.Memory, "retrieve", "read"),
-                              (F, "scaled_dot_product_attention", "attend")):
-        def recorded(*args, f=getattr(owner, name), call=call, **more):
-            calls.append(call)
-            return f(*args, **more)
-        monkeypatch.setattr(owner, name, recorded)
-    x, order = randn(1, 8, 16), dict(mag="attend write", mal="write attend", mac=" ".join(3 * ["read attend write"]))
-    for how, want in order.items():
+def test_wirings_by_hand():
+    """Titans Eq 21-31. Catches: a MAC that writes before it attends, or reads what it has just written, h of later
+    tokens, persistent tokens without effect (lucidrains of his own: "never done correctly")."""
+    x = randn(1, 8, 16)
+    for how in "mag", "mal", "mac":
         layer = shaken(small("atlas", wiring=how)).blocks[0].layer
-        calls.clear()
         y, a, px = layer(x)[0], layer.attention, torch.cat([layer.persistent[None], x], 1)
-        assert calls == want.split()
         gated = lambda y, m: layer.y_norm(y) * layer.m_norm(m).sigmoid()
         if how == "mag":
             close(y, gated(a(x, prefix=layer.persistent)[0], layer.memory(px)[0][:, 2:]))
@@ -1137,8 +1084,7 @@ def test_a_gpu_computes_the_same(name, compiled, eager_again):
 def test_probe(name):
     """Token by token, the same. Catches: a surprise after the write, M0 that counts as written, a gate of another."""
     model, x = shaken(made(name)).eval(), tokens(2, 10)
-    [found] = eval.probe(model, x)
-    layer, state, surprise = model.blocks[0].layer, None, []
+    [found], layer, state, surprise = eval.probe(model, x), model.blocks[0].layer, None, []
     z = model.blocks[0].norm1(model.embed(x))
     said = layer(z)[0]
     for t in range(10):
@@ -1148,33 +1094,28 @@ def test_probe(name):
         surprise.append((read - v).square().sum(-1) / 2)
         state = layer(z[:, t:t + 1], state)[1]
     close(found["surprise"], torch.cat(surprise, -1), 1e-9)
-    W, S = layer.weights(state)
+    W = layer.weights(state)[0]
     written = [w - m for w, m in zip(W, poly.grown(layer.M0, [w.shape[2] for w in W]))]
-    for name, matrices in ("written", written), *[("S", S)] * model.config.momentum:
-        close(found[name], sum(a.square().sum((2, 3)) for a in matrices).sqrt(), 1e-9)
-    gates = layer.make_gates(z)
-    close([found["keep"], found["step"]], [gates.keep, gates.step], 1e-12)
+    close(found["written"], sum(a.square().sum((2, 3)) for a in written).sqrt(), 1e-9)
+    close([found["keep"], found["step"]], list(layer.make_gates(z)[:2]), 1e-12)
     model.config.max_step, model.config.keep = 0.0, False
     close(found["share"], (said - layer(z)[0]).norm() / said.norm(), 1e-12)
 
 
-@pytest.mark.parametrize("how", ["mag", "mac"])
-def test_polarise_and_floor(how):
-    """Catches: a term or a floor that has no gradient, or is of another gate; a floor that only training knows."""
-    plain, x, y, told = shaken(small("omeganet", wiring=how)), tokens(2, 9), tokens(2, 9), []
-    polar = models.LM(models.Config(**{**asdict(plain.config), "polarise": 0.5})).double()
+def test_polarise_and_floor():
+    """Catches: a term or a floor that has no gradient, or is of another gate."""
+    plain, x, y, told = shaken(made("omeganet-mag")), tokens(2, 9), tokens(2, 9), []
+    polar = models.LM(replace(plain.config, polarise=0.5)).double()
     polar.load_state_dict(plain.state_dict())
-    polar.blocks[0].layer.m_norm.register_forward_hook(lambda *a: told.append(a[2].sigmoid()))
-    losses = polar.loss(x, y), plain.loss(x, y)
-    close(losses[0] - losses[1], 0.5 * sum((1 - (2 * g - 1).abs()).mean() for g in told) / len(told), 1e-12)
-    slope = [torch.autograd.grad(a, m.blocks[0].layer.m_norm.weight)[0] for a, m in zip(losses, (polar, plain))]
-    assert (slope[0] - slope[1]).abs().max() > 1e-3
-    floored = models.Config(**{**asdict(plain.config), "memory_floor": "0.3,0.2,0.1"})
+    norm = polar.blocks[0].layer.m_norm
+    norm.register_forward_hook(lambda *a: told.append(a[2].sigmoid()))
+    term = polar.loss(x, y) - plain.loss(x, y)
+    close(term, 0.5 * (1 - (2 * told[0] - 1).abs()).mean(), 1e-12)
+    assert torch.autograd.grad(term, norm.weight)[0].abs().max() > 1e-3
+    floored = replace(plain.config, memory_floor="0.3,0.2,0.1")
     layer = wiring.Wiring(floored, models.Memory(floored)).double()
-    says, m = randn(2, 9, 16), randn(2, 9, 16).requires_grad_()
-    g = layer.m_norm(m).sigmoid()
-    close(layer.gated(says, m), 0.9 * layer.y_norm(says) * g + 0.1 * layer.m_norm(m), 1e-12)
-    assert torch.autograd.grad(layer.gated(0 * says, m)[..., 0].sum(), m)[0].abs().max() > 1e-3      # the memory alone
+    says, m = randn(2, 9, 16), randn(2, 9, 16)
+    close(layer.gated(says, m), 0.9 * layer.y_norm(says) * layer.m_norm(m).sigmoid() + 0.1 * layer.m_norm(m), 1e-12)
 
 
 # ---- data.py
@@ -1651,17 +1592,14 @@ def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(train, name, lambda model, *a, real=real: floors.append(floor(model)) or real(model, *a))
     assert go(text, tmp_path, *FLAGS, *"--wiring mag --memory-floor 0.4,0.2,0.1 --polarise 0.1".split()) == 0
     assert floors == [[0.4]] * 2 + [[0.2]] * 4 + [[0.1]] * 8           # at the start, 10 steps, steps 4, 8 and 10
-    for step, at in (1, 0.4), (4, 0.2), (5, 0.1):
-        assert floor(train.rebuild(saved(tmp_path) | dict(step=step))[0]) == [at]
-    probe = f"probe --device cpu --ckpt {tmp_path} --length 20 --json {tmp_path / 'p.json'}"
-    capsys.readouterr()
-    assert eval.main(probe.split()) == 0
-    said, kept = capsys.readouterr().out, json.loads((tmp_path / "p.json").read_text())
+    probe = f"probe --device cpu --ckpt {tmp_path} --length 20 --json {tmp_path / 'p.json'}".split()
+    assert eval.main(probe) == 0
     model, tokenizer = train.rebuild(train.load_checkpoint(tmp_path))
     [found] = eval.probe(model, torch.as_tensor(tokenizer.encode(text.read_text())[2700:2720])[None])
-    assert "warning" not in said and kept[0]["surprise"] == pytest.approx(found["surprise"].mean((0, 1)).tolist())
+    kept = json.loads((tmp_path / "p.json").read_text())[0]["surprise"]
+    assert floor(model) == [0.1] and kept == pytest.approx(found["surprise"].mean((0, 1)).tolist())
     monkeypatch.setattr(eval, "COLLAPSED", 1.0)
-    assert eval.main(probe.split()) == 0 and "is idle" in capsys.readouterr().out
+    assert eval.main(probe) == 0 and "is idle" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("logger", train.LOGGERS)
@@ -1982,18 +1920,6 @@ def test_a_text_goes_on_from_a_saved_state(trained, tmp_path, capsys, monkeypatc
     assert a[2] == b[2] and same(tensors(a[1]), tensors(b[1]))
 
 
-def test_curves(tmp_path, capsys, monkeypatch):
-    """Catches a curve that is another column's, a run that is missing, a traceback where there is no run."""
-    drawn = []
-    monkeypatch.setattr(common, "picture", lambda path, lines, *axes, **_: drawn.append(list(lines.values())))
-    for name, more in ("a", ""), ("b", "2,2.5,3.25\n"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "log.csv").write_text("step,loss,val\n1,3.5,\n" + more)
-    assert train.main(["--plot", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert drawn == [[[(1,), (3.5,)], [(1, 2), (3.5, 2.5)], [(2,), (3.25,)]]]
-    assert train.main(["--plot", str(tmp_path)]) == 2 and "log.csv" in capsys.readouterr().err
-
-
 # ---- eval.py
 
 class Stub(torch.nn.Module):
@@ -2246,14 +2172,6 @@ def test_episode(words, share, monkeypatch):
     assert measured["carried"] == 1 and measured["reset"] == 0
 
 
-def test_sums():
-    """All sums once, a + b on the side of b + a. Catches: held-out sums that can be looked up, a wrong share."""
-    for share in (0.3, 0.9):
-        first, second = (set(map(tuple, a.tolist())) for a in episodic.sums(11, share, 1))
-        assert len(first) + len(second) == 121 and not first & second and abs(len(first) / 121 - share) < 0.03
-        assert all((b, a) in side for side in (first, second) for a, b in side)
-
-
 @pytest.mark.parametrize("flags", [EPISODE, "--grok"])
 def test_episodic_resume(words, tmp_path, monkeypatch, flags, capsys):
     """A run that was stopped and resumed ends in the bits of one that was not, with its log. Catches: a step number
@@ -2277,24 +2195,18 @@ def test_episodic_resume(words, tmp_path, monkeypatch, flags, capsys):
 
 def test_circles():
     """Circles have 1 and 1. Catches: a mean or frequency counted wrongly."""
-    p, d = 97, 64
-    angle = 2 * math.pi * torch.arange(p)[:, None] * torch.tensor([3, 14, 40]) / p
-    E = torch.cat([angle.cos(), angle.sin()], 1) @ torch.randn(6, d) + 5 * torch.randn(d)
+    angle = 2 * math.pi * torch.arange(97)[:, None] * torch.tensor([3, 14, 40]) / 97
+    E = torch.cat([angle.cos(), angle.sin()], 1) @ torch.randn(6, 64) + 5 * torch.randn(64)
     assert episodic.circles(E)[0] > 0.9999 and episodic.circles(E, 1)[0] < 0.9
-    one = torch.stack([angle[:, 1].cos(), angle[:, 1].sin()], 1) @ torch.randn(2, d)
-    assert min(episodic.circles(one)) > 0.9999 and episodic.circles(one[torch.randperm(p)])[1] < 0.9
 
 
 def test_stablemax_and_perp_grad():
-    """Stablemax is s / sum s, its gradient finite for any logit; no gradient is left along the weights. Catches:
-    log(0), the 0 * inf of a branch not taken, a projection on the gradient instead of the weights."""
+    """Catches: log(0), the 0 * inf of a branch not taken, a projection on the gradient instead of the weights."""
     x = torch.tensor([[0.0, -1.0, 1.0, 1e30, -1e30]], requires_grad=True)
     episodic.log_stablemax(x)[0, :3].sum().backward()
-    assert x.grad.isfinite().all() and abs(episodic.log_stablemax(x).exp().sum().item() - 1) < 1e-6
-    y = torch.tensor([0.0, -1.0, 3.0], requires_grad=True)    # s = 1, 1/2, 4, and s' = 1, 1/4, 1
-    episodic.log_stablemax(y)[0].backward()
-    assert torch.allclose(episodic.log_stablemax(y).exp(), torch.tensor([1, 0.5, 4]) / 5.5)
-    assert torch.allclose(y.grad, torch.tensor([1 - 1 / 5.5, -0.25 / 5.5, -1 / 5.5]))
+    assert x.grad.isfinite().all()
+    y = torch.tensor([0.0, -1.0, 3.0])                        # s = 1, 1/2, 4
+    close(episodic.log_stablemax(y).exp(), torch.tensor([1, 0.5, 4]) / 5.5, 1e-6)
     w, g = torch.nn.Parameter(torch.randn(5, 4)), torch.randn(5, 4)
     w.grad = g.clone()
     episodic.perpendicular([w, torch.nn.Parameter(torch.zeros(2))])
@@ -2440,7 +2352,7 @@ MUTANTS = [                               # what breaks, function, its source, w
     ("a misplaced bracket", memory.output_error, "(e - n * (n * e)", "(e - (n * e)", "memory_as_printed"),
     ("the paper's rule does not decay", omega.paper, "keep[t] * w - step", "w - step", "is_the_rule"),
     ("an update with the other sign", omega.omega_ref, "else due * NS(U)", "else -due * NS(U)", "matrix_by_hand"),
-    ("a window off by one", omega.omega_ref, "t - rule.window + 1)", "t - rule.window)", "linear_attention"),
+    ("a window off by one", omega.omega_ref, "t - rule.window + 1)", "t - rule.window)", "matrix_by_hand"),
     ("an update without momentum", omega.omega_ref, "in zip(U, S))", "in zip(U, g))", "matrix_by_hand"),
     ("every token is a boundary", omega.omega_ref, "if t % rule.chunk == 0:", "if True:", "matrix_by_hand"),
     ("errors before the block's steps", omega.omega_ref, "W[-1] - U[-1]", "W[-1]", "omega_is_omega_ref"),
