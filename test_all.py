@@ -134,15 +134,13 @@ def test_ns_of_any_size_of_matrix():
     """NS(c S) = NS(S). A zero matrix, or one whose squares underflow, counts as zero or in full. Catches: 0 / 0 of the
     first momentum, in the gradient too; an epsilon added to the norm; half a sum of squares."""
     for ns in (newton_schulz_ref, lambda S: newton_schulz([S])[0]):
-        S, zero, full = randn(2, 8, 12), torch.zeros(2, 8, 12, requires_grad=True), 0
+        S, zero = randn(2, 8, 12), torch.zeros(2, 8, 12, requires_grad=True)
         close([ns(1e-8 * S), ns(1e8 * S)], [ns(S), ns(S)])
         ns(zero).sum().backward()
         assert not ns(zero).any() and not zero.grad.any()
-        for e in range(60, 97):
-            N = ns((10 ** (-e / 4) * S).float())
+        for e in range(15, 24):
+            N = ns((10.0 ** -e * S).float())
             close(N.double(), ns(S) * N.any(), 1e-4)
-            full += N.any().item()
-        assert 0 < full < 37
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 48), (2, 48, 8)], ids=str)
@@ -381,30 +379,6 @@ def test_omega_ref_is_the_rule_as_printed(kind, window):
     for b, h in ((0, 0), (0, 1), (1, 0), (1, 1)):
         q, k, v, keep, step, momentum, gate = (x[name][b, h] for name in ("q", "k", "v", *Gates._fields[:4]))
         close(paper(kind, [w[h] for w in M0], phi, q, k, v, keep, step, momentum, gate), y[b, h])
-
-
-def test_errors_at_the_token_need_no_chunk():
-    """Six random rules: with errors of the token before, a matrix memory is the same in chunks of 1, 4, 16 and 64,
-    also in pieces, with gradients. Catches: an error of another token, a pair of another window, a chunk's edge."""
-    random = np.random.default_rng(0)
-    for _ in range(6):
-        T, pick = 64 + random.integers(1, 8), lambda *choices: choices[random.integers(len(choices))]
-        how = dict(memory="linear", error="token", window=pick(1, 5), features=pick("none", "monomial", "sketch"))
-        how |= dict(forget=pick("zero", "start"), momentum=pick(True, False), T=T, B=1, S0=False)
-        rule, phi, x = problem(**how, reset=[64] * (how["forget"] == "start"))
-        leaves = [a for name, a in x.items() if a is not None and name != "reset"] + list(phi.parameters())
-        pieces, results = (7, 66 - random.integers(9)), []
-        for chunk, cuts in (1, ()), (4, ()), (16, pieces), (64, pieces):
-            one = rule._replace(chunk=chunk)
-            y, state = play(chunks.run, one, phi, x, cuts)
-            now = chunks.weights(one, phi, state)
-            outer = y.cos().sum() + sum(a.square().sum() for a in tensors(now))
-            grads = torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True)
-            results.append([y, now, list(grads)])
-        for found in results[1:]:
-            close(found, results[0])
-    with pytest.raises(ValueError, match="error token needs"):
-        play(chunks.run, *problem(**TOKEN, norm=True))
 
 
 @pytest.mark.parametrize("case", [
@@ -780,12 +754,6 @@ def test_select_and_save(name):
         assert not params & {a.data_ptr() for a in tensors(state) if a.numel()}
 
 
-def test_parameter_counts():
-    """Catches: a preset that is silently another model."""
-    assert [models.build(preset).num_params() for preset in models.PRESETS] == [
-        910752, 910752, 878192, 878192, 881280, 1047158, 899808, 906864, 928480, 928480, 934886, 916358, 1206918]
-
-
 @torch.no_grad()
 def test_switches_do_something():
     """Catches: a field of Config that nothing reads; an ablation would compare a model with itself."""
@@ -803,13 +771,15 @@ def test_switches_do_something():
 
 
 def test_config_reaches_the_rule():
-    """Catches: two fields swapped; a muon_every beyond the chunk; an atlas less its parts that is not titans; settings
-    of the layer alone that are not those of atlas."""
+    """Catches: two fields swapped; a muon_every beyond the chunk; an atlas less its parts that is not titans; a preset
+    that is silently another model; settings of the layer alone that are not those of atlas."""
     config = models.Config(memory="gated", loss="dot", window=3, chunk=5, muon_every=2, ns_steps=4,
                            ns_coefficients="cubic", forget="zero", max_norm=7.0)
     assert rule_of(config) == Rule("gated", "dot", 3, 5, 2, 4, "cubic", "zero", norm=True, ball=7.0)
     assert [rule_of(models.Config(chunk=5, muon=m)).muon_every for m in (True, False)] == [5, 0]
     assert vars(settings()).items() <= vars(models.configure("atlas")).items()
+    assert [models.build(preset).num_params() for preset in models.PRESETS] == [
+        910752, 910752, 878192, 878192, 881280, 1047158, 899808, 906864, 928480, 928480, 934886, 916358, 1206918]
     a, b, x = small("atlas", window=1, muon=False, features="none"), small("titans"), tokens(2, 9)
     b.load_state_dict(a.state_dict())
     assert torch.equal(a(x)[0], b(x)[0])
@@ -941,23 +911,19 @@ def test_a_block_by_hand():
 
 
 def test_gates():
-    """Catches: gates out of range; a window that weighs more the longer it is."""
-    layer, x = small("atlas").blocks[0].layer, torch.randn(2, 7, 16)
+    """Catches: gates out of range; a window that weighs more the longer it is; gates that take the weights out of their
+    module, which may have a LoRA around it; gates that round to 8 bits in a model of bfloat16."""
+    layer, x = small("atlas").blocks[0].layer, torch.randn(2, 7, 16).bfloat16()
     layer.gates.weight.data *= 100
-    before = layer.make_gates(x)
-    assert all(0 <= a.min() and 0.9 * top < a.max() <= top for a, top in zip(before, (1, 2 / 4, 1, 1 / 3)))
-    assert before.gate.shape == (2, 2, 7, 3) and before.keep.shape == (2, 2, 7)
+    want = layer.make_gates(x.float())
+    assert all(0 <= a.min() and 0.9 * top < a.max() <= top for a, top in zip(want, (1, 2 / 4, 1, 1 / 3)))
+    assert want.gate.shape == (2, 2, 7, 3) and want.keep.shape == (2, 2, 7)
+    want = deepcopy(layer.bfloat16()).float().make_gates(x.float())
+    layer.gates = torch.nn.Sequential(layer.gates, torch.nn.PReLU(init=1.0))
+    close([layer.make_gates(x)], [want], 1e-6)
     g = small("atlas", keep=False, momentum=False).blocks[0].layer.make_gates(torch.zeros(1, 1, 16))
     assert g.keep.min() == 1 and g.momentum is None           # where x says nothing, a bias decides
     close(g.step, torch.full((1, 2, 1), 2 / 4 * 0.5 ** 2), 1e-6)
-
-
-def test_adapted_gates():
-    """Catches: gates that take the weights out of their module, or that round to 8 bits in a model of bfloat16."""
-    layer, x = small("atlas").blocks[0].layer.bfloat16(), torch.randn(2, 7, 16).bfloat16()
-    want = deepcopy(layer.float()).make_gates(x.float())
-    layer.gates = torch.nn.Sequential(layer.gates, torch.nn.PReLU(init=1.0))     # a module around it, as with LoRA
-    close([layer.make_gates(x), layer.bfloat16().make_gates(x)], [want, want], 1e-6)
 
 
 @torch.no_grad()
@@ -1266,16 +1232,14 @@ def test_documents_begin_at_chunks():
     x = torch.tensor([[1, 2, 9, 3, 4, 5, 9, 6], [9, 1, 2, 3, 9, 9, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8]])
     moved = data.documents(x, 10 * x, 9, 4)
     assert moved[0].tolist() == [[1, 2, 0, 0, 9, 3, 4, 5], [9, 1, 2, 3, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8]]
-    assert torch.equal(moved[1], torch.where(moved[2], 10 * moved[0], -100)) and moved[3].dtype == torch.bool
     x = torch.randint(9, (50, 64))
-    for chunk in 1, 4, 7, 64:
+    for chunk in 1, 7, 64:
         a, y, mask, reset = data.documents(x, x + 100, 8, chunk)
-        assert a.shape == y.shape == mask.shape == reset.shape == x.shape and (y[mask] == a[mask] + 100).all()
+        assert torch.equal(y, torch.where(mask, a + 100, -100))
         assert torch.equal(reset, (a == 8) & mask) and not (reset.nonzero()[:, 1] % chunk).any()
         for row, kept, was in zip(a, mask, x):              # nothing is lost but at the end, no gap longer than needed
-            assert row[kept].tolist() == was[:kept.sum()].tolist()
-            assert all((row[i:i + 1] == 8).all() for i in range(1, 64) if kept[i] and not kept[i - 1])
-            assert kept[0] and all(i % chunk for i in range(64) if not kept[i] and kept[i - 1])
+            assert row[kept].tolist() == was[:kept.sum()].tolist() and kept[0]
+            assert all(i % chunk for i in range(64) if not kept[i] and kept[i - 1])
     assert torch.equal(data.documents(x, x, 8, 1)[0], x)
 
 
@@ -1333,17 +1297,12 @@ def test_synthetic_tasks(name, answer):
     """An oracle that reads tokens alone finds all targets and no more; a seed is a batch; docstrings show it."""
     others = {"needle": (partial(recall.needle, n_pairs=4, seq_len=64), 49, 0.34),
               "mqar": (partial(recall.mqar, n_pairs=4, n_queries=3, vocab=16, seq_len=24), 16, 1 / 3)}
-    draw, vocab, chance = {**recall.MAD, **others}[name]
+    draw, vocab, _ = {**recall.MAD, **others}[name]
     (tokens, targets), again, other = (draw(256, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
     assert torch.equal(tokens, again[0]) and torch.equal(targets, again[1]) and not torch.equal(tokens, other[0])
-    assert tokens.dtype == targets.dtype == torch.int64 and tokens.shape == targets.shape
     facts = dict(zip(other[0][:, :-1].flatten().tolist(), other[1][:, 1:].flatten().tolist()))      # memorization's
     assert [answer(row, facts) for row in tokens.tolist()] == targets.tolist()
     assert set(tokens.unique().tolist() + targets.unique().tolist()) == {-100, *range(vocab)}
-    asked = [[a for a in row if a >= 0] for row in targets.tolist()]
-    if name == "memorization":
-        asked = [sum(asked, [])]                                # its rows say nothing of their answers
-    assert abs(sum(max(map(row.count, row), default=0) for row in asked) / sum(map(len, asked)) - chance) < 0.015
     doc = draw.func.__doc__
     g, call = torch.Generator().manual_seed(10521), re.search(r"\w+\(1, .*?\)(?=[,:])", doc)[0]
     made = builtins.eval(call, vars(recall), dict(g=g))
@@ -1564,9 +1523,9 @@ def test_a_run_says_logs_and_saves_what_it_did(trained, text):
     assert sorted(os.listdir(trained)) == ["best.pt", "ckpt.pt", "config.json", "log.csv"]
 
 
-def test_one_folder_one_run(copy, text, capsys, monkeypatch):
-    """Two runs in the default --out mix log, best.pt and ckpt.pt of both. A killed run's lock must not lock anyone out,
-    and a disk without locks not prevent a run."""
+def test_one_folder_one_run(copy, text, capsys):
+    """Two runs in the default --out mix log, best.pt and ckpt.pt of both. A killed run's lock must not lock anyone
+    out."""
     before = contents(copy)
     with common.locked(copy):
         for main, *argv in ((train.main, "--resume", "--steps", 20), (train.main, *NET, *RUN, "--data", text),
@@ -1575,12 +1534,6 @@ def test_one_folder_one_run(copy, text, capsys, monkeypatch):
     assert contents(copy) == before
     (copy / "lock").write_text("process 1, which was killed")
     assert go(text, copy, "--steps", 1) == 0 and not (copy / "lock").exists()
-
-    def no_locks(*_):
-        raise OSError(38, "Function not implemented")
-    monkeypatch.setattr("fcntl.flock", no_locks)
-    with common.locked(copy / "new"):
-        pass
 
 
 def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
@@ -1939,14 +1892,15 @@ def test_position_loss_by_hand():
     def logits(x):
         return 50 * F.one_hot((x + 1) % 5, 5).float() * (torch.arange(x.shape[1]) >= 3)[:, None]
     at, n = eval.position_loss(Stub(logits), eval.evenly(torch.arange(85) % 5, 8, batch_size=3))
-    assert n == 10 and torch.allclose(at, torch.tensor([math.log(5)] * 3 + [0.0] * 5, dtype=torch.float64), atol=1e-6)
-    assert eval.position_loss(Stub(logits), eval.evenly(torch.arange(8 * 96 + 1) % 5, 8, 3))[1] == 32
+    close(at, torch.tensor([math.log(5)] * 3 + [0.0] * 5).double(), 1e-6)
+    assert n == 10 and eval.position_loss(Stub(logits), eval.evenly(torch.arange(8 * 96 + 1) % 5, 8, 3))[1] == 32
     means = eval.buckets(torch.arange(100.0))
     assert means == [[0, 16, 7.5], [16, 32, 23.5], [32, 64, 47.5], [64, 100, 81.5]]
 
 
-def test_twice_by_hand():
-    """Catches readings mixed up, and the border counted: this model is sure of what stands one passage before."""
+def test_twice(trained, monkeypatch, capsys):
+    """Catches readings mixed up, and the border counted: the model is sure of what stands one passage before. On a
+    checkpoint: a row without writes that still writes, a text that is too short for the passages."""
     def logits(x):
         before = torch.cat([x[:, :1].expand(-1, 5), x[:, :-5]], 1)               # 6 tokens long: x_{t-5} is x_{t+1}
         return 50 * F.one_hot(before, 9).float() * (torch.arange(x.shape[1]) >= 5)[:, None]
@@ -1954,10 +1908,6 @@ def test_twice_by_hand():
     at, n = eval.position_loss(Stub(logits), eval.read_twice(ids, 6, batch_size=4))
     assert (len(at), n) == (11, 32) and torch.allclose(at[:5], torch.full((5,), math.log(9)).double())
     assert at[6:].max() < 1e-6
-
-
-def test_twice_on_a_checkpoint(trained, monkeypatch, capsys):
-    """Catches a row without writes that still writes, and a text that is too short for the passages."""
     run = ["twice", "--ckpt", str(trained), "--device", "cpu"]
     assert "512" in refused(capsys, eval.main, *run)
     monkeypatch.setattr(eval, "LENGTHS", (8, 16))
@@ -2000,9 +1950,7 @@ def test_stream_tells_growth_and_nan(capsys):
         eval.stream(Stub(uniform, slowly), ids, 20_000)
     eval.stream(Stub(uniform, slowly, attention=True, attn_window=0), ids, 20_000)
     with pytest.raises(common.Halt, match="nan after 1,024 tokens"):
-        eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000)
-    shape = dict(vocab_size=5, n_layer=1, n_embd=8, n_head=1, head_dim=4, wiring="mac", attn_window=100)
-    eval.stream(models.build("omeganet", chunk=96, **shape), ids, 12_000)      # within a chunk or segment it holds more
+        eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 2_000)
 
 
 def test_a_frozen_memory_stays_at_its_start(trained):
@@ -2020,7 +1968,7 @@ def test_text_task_on_a_checkpoint(trained, text, capsys, monkeypatch):
     assert eval.main([*argv, "2048"]) == 0
     said = capsys.readouterr().out
     model, tokenizer = train.rebuild(train.load_checkpoint(trained))
-    val = data.split(tokenizer.encode(text.read_text()), 16)[1]
+    val = data.split(tokenizer.encode(text.read_text()))[1]
     for carry in (False, True):
         assert f"{train.evaluate(model, val, 16, 8, carry=carry):.4f} nats/token" in said
     at, n = eval.position_loss(model, eval.evenly(val, 64, 8))
@@ -2064,20 +2012,16 @@ def test_campaigns_go_on_where_they_stopped(task, names, tmp_path, capsys, monke
     assert recall.main([*argv, "--seeds", "1", "2"]) == 0 and len(trained) == 2 * once
     records = json.loads(file.read_text())["records"]
     assert records[:len(names)] == first and [r["model"] for r in records] == names * 2 and set(trained) == set(names)
-    said = capsys.readouterr().out
-    titles = dict(mad=recall.MAD, ablation=["text", "mqar"]).get(task.split()[0], [task.split()[0]])
-    assert all(f"\n{title}, {name}: " in said for title in titles for name in names)
-    table = said.split("seconds")[-1]
+    table = capsys.readouterr().out.split("seconds")[-1]
     assert all(f"\n{name} " in table for name in names) and table.count("+-") >= len(names)
-    if "mqar" in task:                                        # while seed 3 is trained another campaign keeps its own
-        other = lambda seed: seed != 3 or recall.main([*argv, "--seeds", "4"]) == 0
-        monkeypatch.setattr(recall, "trained", lambda name, seed, *rest: other(seed) and made(name, seed, *rest))
-        assert recall.main([*argv, "--seeds", "3", "4"]) == 0
-        assert [r["seed"] for r in json.loads(file.read_text())["records"]] == [1, 2, 4, 3]
     old = first[0]["settings"]                                # such as results/ has: more flags, fewer fields
     older = {**old, "steps_of": 3, "config": {k: a for k, a in old["config"].items() if k != "error"}}
     assert recall.matches(older, {**old, "config": {**old["config"], "error": "chunk"}})
     assert not any(recall.matches(old, {**old, key: 77}) for key in old)
+
+
+def test_variants():
+    """Catches the wrong model of a name, settings of another."""
     args = recall.parse(["mqar"])
     config, steps, lr = recall.variant("atlas,memory=linear,muon=False,steps=9,lr=0.1", args, vocab_size=9)
     assert (config.memory, config.muon, config.vocab_size, config.n_embd, steps, lr) == ("linear", False, 9, 64, 9, 0.1)
@@ -2145,8 +2089,7 @@ def test_episode(words, share, monkeypatch):
     answers all. Catches: an answer left visible, a batch that storage never showed, test sums that training shows."""
     for name, value in dict(SUMS=share, BATCHES=3, TESTS=10).items():
         monkeypatch.setattr(episodic, name, value)
-    tc = episodic.Settings(data=words, seq_len=24, batch_size=4)
-    task = episodic.Episodes(tc, CPU, torch.float32)
+    task = episodic.Episodes(episodic.Settings(data=words, seq_len=24, batch_size=4), CPU, torch.float32)
     V = task.words
     for test in (0, 1):
         episode, again, other = (list(task.draw(number, 3, test)) for number in (3, 3, 4))
@@ -2155,13 +2098,13 @@ def test_episode(words, share, monkeypatch):
             hidden = answers >= 0
             assert hidden.any(1).all() and (hidden.sum(1) <= episodic.MASKS).all() and (answers[~hidden] == -100).all()
             assert torch.equal(hidden, asked == V + 1) and torch.equal(asked.where(~hidden, answers), shown)
-            a, _, b, _, c = (shown[:, i::6] - V - 5 for i in range(5))
-            if kind == "language":
-                assert (answers[hidden] >= episodic.COMMON).all() and (answers[hidden] < V).all()
-            else:
-                assert torch.equal((a + b) % tc.modulus, c)
+            if kind != "language":
+                a, _, b, _, c = (shown[:, i::6] - V - 5 for i in range(5))
                 pairs = set(map(tuple, task.pairs[test].tolist()))
+                assert torch.equal((a + b) % task.tc.modulus, c)
                 assert set(zip(a.flatten().tolist(), b.flatten().tolist())) <= pairs
+    first, second = (set(map(tuple, a.tolist())) for a in task.pairs)
+    assert not first & second and all((b, a) in side for side in (first, second) for a, b in side)
 
     class Oracle(torch.nn.Module):                            # its state is what was shown, in order
         def forward(self, tokens, state):
@@ -2282,15 +2225,10 @@ def test_ladder():
 def test_commands(monkeypatch, capsys):
     """Runs all commands of READMEs and docstrings up to where the work begins. Catches a flag or model that was renamed
     in a program, and not in a command; sizes that do not fit."""
-    with pytest.raises(SystemExit):
-        train.main(["--help"])
-    flags = set(sum(re.findall(r"^  (--[a-z-]+)(?:, (--no-[a-z-]+))?", capsys.readouterr().out, re.M), ()))
     spans = re.findall(r"^ *((?:python|torchrun) .*?)(?:  | [<#]|$)", "\n".join([README, *CODE.values()]), re.M)
     spans += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", README + MORE + LADDER, flags=re.S))
-    commands = [re.search(r"(?:python|torchrun \S+ \d) (?!test_all)(\w+)\.py(.*)|^(--.*)", a, re.S) for a in spans]
-    assert len(commands := [c for c in commands if c]) > 90
-    ignored = (ROOT / ".gitignore").read_text()
-    assert all(f"/{out}/" in ignored for out in re.findall(r"--out ([a-z]\w+)", README + MORE))
+    commands = [re.search(r"(?:python|torchrun \S+ \d) (?!test_all)(\w+)\.py(.*)", a, re.S) for a in spans]
+    assert len(commands := [c for c in commands if c]) > 60
     monkeypatch.setattr(data, "read", lambda name: data.Corpus("t", "", "to be or not to be " * 99))
     monkeypatch.setattr(train, "launch", lambda given, read=train.settings, *_, **how: read(given) and None)
     monkeypatch.setattr(recall, "campaign", lambda args, *_, **how: {
@@ -2303,10 +2241,7 @@ def test_commands(monkeypatch, capsys):
         monkeypatch.setattr(module, "TASKS", dict.fromkeys(module.TASKS, idle))
     monkeypatch.chdir(ROOT)                                   # --json and --plot name a folder that is there
     for c in commands:
-        if c[3]:
-            assert set(re.findall(r"--[a-z-]+", c[3])) <= flags, c[0]
-            assert set(re.findall(r"--model ([a-z+]+)", c[3])) <= set(models.PRESETS), c[0]
-        elif importlib.import_module(c[1]).main(shlex.split(c[2].replace("NAME", "mixing"))):
+        if importlib.import_module(c[1]).main(shlex.split(c[2].replace("NAME", "mixing"))):
             pytest.fail(f"{c[0]}: {capsys.readouterr().err}")
 
 
