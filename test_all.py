@@ -2555,7 +2555,7 @@ README, MORE, LADDER, SLIPS = ((ROOT / name).read_text(encoding="utf-8") for nam
     "README.md", "results/README.md", "results/ladder.md", "results/paper.md"))
 LINES = dict(memory=155, muon=130, poly=130, omega=220, chunks=405, layer=300, shards=105, wiring=260, models=330,
              common=315, train=574, data=440, recall=355, eval=370, episodic=280, bench=150, sample=100, test_all=2806)
-PROGRAM = 4632                                                # lines of all but test_all.py
+PROGRAM = 4425                                                # lines of all but test_all.py
 ORDER = "memory muon poly omega chunks layer shards wiring models train".split()         # no import runs to the right
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
 
