@@ -10,8 +10,9 @@ is the distance of the quartiles over the median. On CUDA layers are compiled, i
 import itertools
 import platform
 import sys
+import time
 from functools import partial
-from importlib import metadata
+from importlib.util import find_spec
 
 import torch
 from torch.utils.benchmark import Measurement, Timer
@@ -24,16 +25,18 @@ HEAD, SMALL_HEAD = 64, 16             # small heads in `layer`: 64 numbers have 
 MLP = dict(memory="mlp", expansion=2, features="none", forget="zero")           # the memory of `rule` and `peers`
 
 
-def race(contestants, minutes):
+def race(device, contestants, minutes):
     """Time contestants (columns, tokens, call) in turns, for about so long -> a row each: columns, speed, spread."""
-    timers = [Timer("call()", globals=dict(call=call), num_threads=torch.get_num_threads()) for *_, call in contestants]
-    a_turn, rows = 60 * minutes / 3 / len(timers), []
+    threads, a_turn, rows = torch.get_num_threads(), 60 * minutes / 3 / len(contestants), []
+    # one CPU thread counts its own time, so that other programs take none of it; the times of several would add up
+    clock = dict(timer=time.process_time) if device.type == "cpu" and threads == 1 else {}
+    timers = [Timer("call()", globals=dict(call=call), num_threads=threads, **clock) for *_, call in contestants]
     turns = [[timer.blocked_autorange(min_run_time=a_turn) for timer in timers] for _ in range(3)]
     for (columns, tokens, _), parts in zip(contestants, zip(*turns)):
         [found] = Measurement.merge(parts)
         speed, spread = tokens / found.median, found.iqr / found.median
         rows.append(columns | dict(tokens_per_s=speed, spread=spread))
-        say("  ".join(f"{name} {a!s:11}" for name, a in columns.items()) + f"{speed:12,.0f} tokens/s +- {spread:.1%}")
+        say("  ".join(f"{name} {a!s:14}" for name, a in columns.items()) + f"{speed:12,.0f} tokens/s +- {spread:.1%}")
     return rows
 
 
@@ -66,8 +69,8 @@ def layer_task(args, device):
     layers = {name: layer(device, args.width, **models.PRESETS[name] | how) for name in args.model}
     for T in args.lengths:
         x = torch.randn(args.batch_size, T, args.width, device=device, requires_grad=True)
-        rows += race([(dict(name=name, T=T), args.batch_size * T, partial(both, made, x))
-                      for name, made in layers.items()], args.minutes / len(args.lengths))
+        rows += race(device, [(dict(name=name, T=T), args.batch_size * T, partial(both, made, x))
+                              for name, made in layers.items()], args.minutes / len(args.lengths))
     lines = {name: [[row[key] for row in rows if row["name"] == name] for key in ("T", "tokens_per_s")]
              for name in layers}
     picture(args.plot, lines, "sequence length [tokens]", "forward + backward of one layer [tokens/s]", log="xy")
@@ -99,12 +102,12 @@ def rule_task(args, device):
         T = args.length // 8 if m == 1 else args.length       # Newton-Schulz after each token takes long
         columns = dict(window=w, chunk=c, muon_every=m, shard=shard, T=T)
         contestants.append((columns, args.batch_size * T, rule_call(args, device, **columns)))
-    return results(device, race(contestants, args.minutes))
+    return results(device, race(device, contestants, args.minutes))
 
 
 def peers_task(args, device):
     """Time attention, our layer with Titans' rule (which adds a window and a convolution), and titans-pytorch."""
-    titans = "".join(f"{d.name} {d.version}" for d in metadata.distributions(name="titans-pytorch"))    # "": not there
+    titans = find_spec("titans_pytorch")
     layers = [("attention", None, None, layer(device, args.width, attention=True, attn_window=0))]
     for c, ns in itertools.product((64, 16), (False, True)):  # chunk, newton_schulz
         layers.append(("ours", c, ns, layer(device, args.width, **MLP, chunk=c, muon=ns, muon_every=c)))
@@ -113,11 +116,11 @@ def peers_task(args, device):
             mlp = MemoryMLP(HEAD, depth=2, expansion_factor=2.0)      # as ours: its gradients move on every batch_size
             made = NeuralMemory(dim=args.width, heads=args.width // HEAD, dim_head=HEAD, model=mlp, chunk_size=c,
                                 batch_size=c, momentum=True, spectral_norm_surprises=ns)
-            layers.append((titans, c, ns, made.to(device)))
+            layers.append(("titans-pytorch", c, ns, made.to(device)))
     x = torch.randn(args.batch_size, args.length, args.width, device=device, requires_grad=True)
     contestants = [(dict(name=name, chunk=c, newton_schulz=ns), args.batch_size * args.length, partial(both, made, x))
                    for name, c, ns, made in layers]
-    return results(device, race(contestants, args.minutes))
+    return results(device, race(device, contestants, args.minutes))
 
 
 TASKS = dict(layer=layer_task, rule=rule_task, peers=peers_task)

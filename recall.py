@@ -40,9 +40,9 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
         tokens     3   11    4   10    1    8    4    0    0    0    0    0    3    0
         targets -100 -100 -100 -100 -100 -100   10 -100 -100 -100 -100 -100   11 -100
 
-    -> tokens, targets (batch, seq_len) int64 on the CPU. Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1,
-    each at most once in a row. 0 fills the rest. Targets are -100 where no answer is asked. Queries stand 2g places
-    behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler)."""
+    -> tokens, targets (batch, seq_len) int64 on the CPU; targets are -100 where no answer is asked. Keys are
+    1 .. vocab/2 - 1, values vocab/2 .. vocab - 1, each at most once in a row. Queries stand 2g places behind the last
+    pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler)."""
     if not (1 <= n_queries <= n_pairs <= vocab // 2 - 1 and 2 * (n_pairs + n_queries) <= seq_len):
         raise UserError(f"mqar: {n_pairs=}, {n_queries=} do not fit {vocab=}, {seq_len=}; raise --vocab or --seq-len")
     keys = 1 + distinct(batch, n_pairs, vocab // 2 - 1, generator)
@@ -104,8 +104,7 @@ def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
 
 def compression(batch, n_tokens, generator, symbols=15):
     """Draw random tokens, a token "compress", then a token for each place that asks what stood there. In MAD an MLP
-    answers from the output at "compress" alone. Here a model may look further back, so only a model with a fixed state
-    has to compress. compression(1, 4, g, symbols=5):
+    answers from the output at "compress" alone; here attention may look further back. compression(1, 4, g, symbols=5):
 
         tokens     1    0    4    3    5    6    7    8    9
         targets -100 -100 -100 -100 -100    1    0    4    3
