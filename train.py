@@ -241,9 +241,9 @@ class Text(Task):
 
 
 @torch.no_grad()
-def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32, tell=math.inf):
+def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32):
     """Return the mean nats a token of a model in eval mode over ids in windows of seq_len, or about max_windows of
-    them, each with a new memory. carry=True reads ids as batch_size long streams. tell: tokens between lines."""
+    them, each with a new memory. carry=True reads ids as batch_size long streams."""
     device, state, total, n = next(model.parameters()).device, None, 0.0, 0
     every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
     for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
@@ -253,7 +253,7 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
             logits, after = model(x.to(device), state)
         total += F.cross_entropy(logits.flatten(0, 1).float(), y.to(device).flatten(), reduction="sum").item()
         n += y.numel()
-        if n % tell < y.numel():
+        if not max_windows and n % max(200_000, len(ids) // 10) < y.numel():      # not too often
             say(f"  .. {n:,} of {len(ids):,} tokens")
         state = after if carry else None
     return total / n
@@ -266,9 +266,8 @@ def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32, max_
     for carry, name in (False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams"):
         # where the state holds every token, each costs more than the last
         part = ids[: batch_size * 16384 + 1] if carry and holds_all(model.config) else ids
-        tell, of = max(200_000, len(part) // 10), f" of {split:,}" * (len(part) < split)
-        losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype, tell=tell))
-        bits = losses[-1] / math.log(2)
+        losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype))
+        bits, of = losses[-1] / math.log(2), f" of {split:,}" * (len(part) < split)
         say(f"  {name:27s}  {len(part):,}{of} tokens  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  "
             f"{bits / tokenizer.bytes_a_token(part):.4f} bits/byte")
     return losses[0]
