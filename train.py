@@ -450,32 +450,26 @@ def parse(argv=None):
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    how = dict(nargs="+", metavar="OUT", default=SUPPRESS, help="draw OUT/curves.png, the losses of runs")
-    parser.add_argument_group("no run").add_argument("--plot", **how)
+    parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="only draw the losses of runs")
     return vars(parser.parse_args(argv))
 
 
 def rehearse(model, task):
     """Try a forward and backward pass. Where torch.compile fails, go on without. Where memory runs out in a new run of
-    one process, halve the batch, with twice as many in a step, and at batch 1 switch --remat on. Say so in a line."""
-    tc, may_change = task.tc, PROCESSES == 1 and not task.tc.resume
+    one process, halve the batch, with twice as many in a step. Say so in a line."""
+    tc = task.tc
     while True:
         try:
             if tc.compile != "off":
                 model.compile_memory()
-            moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2 * may_change)]
-            for p in model.parameters():                      # later steps have AdamW's moments and a gradient, too
-                p.grad = torch.zeros_like(p)
+            moments = [torch.empty_like(p) for p in model.parameters() for _ in range(3)]      # AdamW's, and gradients
             task.loss(model, 0).backward()
             return model.zero_grad()
         except torch.OutOfMemoryError:
-            if not may_change or tc.batch_size % 2 and tc.remat:
+            if tc.resume or PROCESSES > 1 or tc.batch_size % 2:
                 raise
-            if tc.batch_size % 2:
-                tc.remat = model.remat = True
-            else:
-                tc.batch_size, tc.grad_accum = tc.batch_size // 2, 2 * tc.grad_accum
-            say(f"out of memory; now --batch-size {tc.batch_size} --grad-accum {tc.grad_accum}{' --remat' * tc.remat}")
+            tc.batch_size, tc.grad_accum = tc.batch_size // 2, 2 * tc.grad_accum
+            say(f"out of memory; now --batch-size {tc.batch_size} --grad-accum {tc.grad_accum}")
         except Exception as fault:                            # one that is not the compiler's comes again without it
             if tc.compile == "off":
                 raise
