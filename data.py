@@ -147,7 +147,8 @@ def _documents(name):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         fault = f"{type(error).__name__} {error}" + f" after row {row}" * (row > 0)
         raise UserError(f"cannot read {path}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), JSON of "
-                        'objects whose "text" is a string, or, to train, a mix with weights, a.txt:0.4,b.txt:1') from None
+                        'objects whose "text" is a string, or, to train, a mix with weights, a.txt:0.4,b.txt:0.6'
+                        ) from None
     if not n:
         raise UserError(f"no text in {name}; give --data a text (gunzip .gz), or a folder of texts or of token files")
     if n > 1:
