@@ -92,14 +92,15 @@ def read(name):
         digest = hashlib.sha256(" ".join(f"{part.sha256}:{weight}" for weight, part in mix).encode())
         train, val = zip(*(split(part.text) for _, part in mix))
         return Corpus(used, digest.hexdigest(), "".join(train + val), mix=mix)
+    digest = hashlib.sha256()
     if any(tokens := _token_files(Path(name))):
-        digest = hashlib.sha256()
         for ids in sum(tokens, []):
             digest.update(ids)
         return Corpus(str(name), digest.hexdigest(), tokens=tuple(map(Joined, tokens)))
     used, pieces = texts(name)
     text = "".join(pieces)
-    return Corpus(used, hashlib.sha256(text.replace(BORDER, "\n").encode()).hexdigest(), text)
+    digest.update(text.replace(BORDER, "\n").encode())
+    return Corpus(used, digest.hexdigest(), text)
 
 
 def _token_files(folder):
@@ -121,7 +122,7 @@ def _token_files(folder):
 
 
 def texts(name):
-    """Return what is really read for a name, and an iterator over its documents, a BORDER before all but the first."""
+    """Return what is really read for a name, and its documents, each but the first with a BORDER before it."""
     if name == "pydoc" or name == "shakespeare" and not _shakespeare():
         from pydoc_data.topics import topics
         return "pydoc", ["\n".join(topics[topic] for topic in sorted(topics))]
@@ -129,44 +130,46 @@ def texts(name):
 
 
 def _documents(name):
-    """Yield the documents of a file or folder, and say how far it is. Raises UserError where there is none."""
-    paths, length, n = [name], 0, 0
+    """Yield the documents of a file or folder, and say how far it is. Raises UserError for what cannot be read."""
+    paths, length, n, row = [name], 0, 0, 0
     if name.is_dir():                                   # each real file once, whatever links to it; glob skips .hidden
         inside = [f"{name}/{path}" for path in sorted(glob.glob("**", root_dir=name, recursive=True), reverse=True)]
         paths = sorted({os.path.realpath(p): p for p in inside if p.lower().endswith((".txt", *JSON))}.values())
-    for i, path in enumerate(map(Path, paths)):
-        for text in filter(str.strip, _texts_of(path)):                            # no empty row or file
-            yield BORDER * (n > 0) + text
-            n, length = n + 1, length + len(text)
-            if length % (4 * BLOCK) < len(text):        # not too often
-                print(f"data: read {length:,} characters, {i} of {len(paths)} files in {name}", file=sys.stderr)
+    try:
+        for i, path in enumerate(map(Path, paths)):
+            for row, text in enumerate(_rows(path), 1):
+                if text.strip():
+                    yield BORDER * (n > 0) + text
+                    n, length = n + 1, length + len(text)
+                    if length % (4 * BLOCK) < len(text):                           # not too often
+                        print(f"data: read {length:,} characters, {i} of {len(paths)} files in {name}", file=sys.stderr)
+            row = 0
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fault = f"{type(error).__name__} {error}" + f" after row {row}" * (row > 0)
+        raise UserError(f"cannot read {path}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), JSON of "
+                        'objects whose "text" is a string, or, to train, a mix with weights, a.txt:0.4,b.txt:0.6'
+                        ) from None
     if not n:
         raise UserError(f"no text in {name}; give --data a text (gunzip .gz), or a folder of texts or of token files")
     if n > 1:
         print(f"data: {length:,} characters, {n:,} documents, {len(paths)} files in {name}", file=sys.stderr)
 
 
-def _texts_of(path):
-    """Yield the text of a file, or the "text" of each row of JSON. Raises UserError naming a file that cannot be read,
-    and the line of .jsonl."""
-    kind, where = path.suffix.lower(), ""
+def _rows(path):
+    """Yield the text of a file, or the "text" of each row of JSON."""
+    kind = path.suffix.lower()
     if kind == ".bin":
-        raise UserError(f"{path} is a token file by its name; give --data the folder of train.bin and val.bin")
-    try:
-        with path.open("rb") as file:
-            if kind not in JSON:
-                yield file.read().decode("utf-8-sig")
-                return
-            for number, rows in enumerate(file if kind == ".jsonl" else [file.read()], 1):
-                where = f", line {number}" if kind == ".jsonl" else ""
-                rows = json.loads(rows) if rows.strip() else []
-                for row in rows if isinstance(rows, list) else [rows]:
-                    row["text"].encode()                # fails for half of a surrogate pair, as BORDER is
-                    yield row["text"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot read {path}{where}: {type(error).__name__} {error}; give a file or folder of UTF-8 "
-                        'text (gunzip, iconv), JSON of objects whose "text" is a string, or, to train, a mix with '
-                        "weights, a.txt:0.4,b.jsonl:0.6") from None
+        raise ValueError("a token file by its name, which is read by that of its folder")
+    with path.open("rb") as file:
+        if kind == ".jsonl":
+            rows = (json.loads(line) for line in file if line.strip())
+        elif kind == ".json":
+            rows = json.load(file)
+        else:
+            rows = [dict(text=file.read().decode("utf-8-sig"))]
+        for row in [rows] if isinstance(rows, dict) else rows:
+            row["text"].encode()                        # fails for half of a surrogate pair, as BORDER is
+            yield row["text"]
 
 
 def _shakespeare():

@@ -246,7 +246,7 @@ def main(argv=None):
     add_flags(parser.add_argument_group("the network"), Config, usual, skip=(*train.NO_FLAG, "polarise"))
     given = vars(parser.parse_args(argv))
     out = USUAL["grok" if given.get("grok") else "episodes"]["out"]
-    given = {"out": out, "compile": "off", "dtype": "float32", **given}
+    given = {"out": out, "compile": False, "dtype": "float32", **given}
     make_task = lambda tc, *how: (Grok if tc.grok else Episodes)(tc, *how)
     return exit_code(lambda: train.launch(given, settings, make_task, text=False))
 

@@ -1147,7 +1147,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch):
     for call, args, word in [
             (data.read, ["gone"], "No such file"), (data.read, ["empty"], "no text"),
             (data.read, ["c.txt.gz"], "gunzip"), (data.read, ["latin"], "byte 0xe9 in position"),
-            (data.read, ["a.jsonl"], "a.jsonl, line 2: KeyError"), (data.read, ["b.json"], '"text" is a string'),
+            (data.read, ["a.jsonl"], "a.jsonl.*KeyError"), (data.read, ["b.json"], '"text" is a string'),
             (data.read, ["tok:0,tok:1"], "weight"),
             *((data.read, [name], "train.bin|val.bin.*four bytes") for name in ("odd", "wide", "cut")),
             (data.read, ["name"], "medieval.bin.*rename"),
@@ -1189,9 +1189,8 @@ def test_token_files(tmp_path, monkeypatch):
     for part, ids in zip(corpus.splits(tokenizer, 8), data.split(tokenizer.encode(TEXT * 20)), strict=True):
         assert part[:].dtype == np.uint16 and np.array_equal(part[:], ids)
         assert all(map(torch.equal, data.batch(part, 0, 3, 4, 8), data.batch(ids, 0, 3, 4, 8)))
-    with pytest.raises(KeyboardInterrupt), common.replacing(out / "val.bin") as temporary:
-        temporary.write_text("ha")
-        raise KeyboardInterrupt
+    with pytest.raises(ZeroDivisionError), common.replacing(out / "val.bin") as temporary:
+        temporary.write_text(str(1 / 0))
     assert data.read(out).sha256 == corpus.sha256 and {p.name for p in out.iterdir()} == {"train.bin", "val.bin"}
 
 
@@ -1774,47 +1773,34 @@ def test_without_a_compiler_and_with_remat_the_run_is_the_same(text, trained, tm
         remat.append(model.remat)
         raise torch._dynamo.exc.BackendCompilerFailed(len, RuntimeError("no compiler"), None)
     monkeypatch.setattr(models.LM, "compile_memory", fails)
-    assert go(text, tmp_path, *FLAGS, "--compile", "on", "--remat") == 0 and remat == [True]
+    assert go(text, tmp_path, *FLAGS, "--compile", "--remat") == 0 and remat == [True]
     torch.compiler.set_stance("default")
     assert re.search("torch.compile failed.*no compiler", capsys.readouterr().out)
     assert same(saved(tmp_path)["model"], saved(trained)["model"])
 
 
-@pytest.mark.parametrize("fits, batch, passes, remat", [(2, 2, 4, False), (0.5, 1, 8, True)])
-def test_a_run_that_is_too_large_makes_itself_smaller(fits, batch, passes, remat, text, tmp_path, monkeypatch, capsys):
-    """The batch halves, with twice as many in a step, then --remat, then it gives up. Catches: a step of another size,
-    settings in force that no file tells."""
-    real = train.Text.loss
+def test_a_run_that_is_too_large_makes_itself_smaller(text, tmp_path, monkeypatch, capsys):
+    """The batch halves, with twice as many in a step, then it gives up. Catches: a step of another size, settings in
+    force that no file tells, a --resume that trains on another batch."""
+    real, fits = train.Text.loss, 2
 
     def loss(task, model, number):
-        if task.tc.batch_size / (1 + model.remat) > fits:
+        if task.tc.batch_size > fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(task, model, number)
     monkeypatch.setattr(train.Text, "loss", loss)
-    assert go(text, tmp_path / "a", "--batch-size", 8, "--steps", 2) == 0
+    flags = "--steps", 2, "--batch-size"
+    assert go(text, tmp_path / "a", *flags, 8) == 0
     said, told = capsys.readouterr().out, json.loads((tmp_path / "a/config.json").read_text())["train"]
-    assert said.count("out of memory; now") == math.log2(passes) + remat
-    assert (told["batch_size"], told["grad_accum"], told["remat"]) == (batch, passes, remat)
-    flags = "--steps", 2, "--batch-size", batch, "--grad-accum", passes, *["--remat"] * remat
-    assert go(text, tmp_path / "b", *flags) == 0
+    assert said.count("out of memory; now") == 2 and (told["batch_size"], told["grad_accum"]) == (2, 4)
+    assert saved(tmp_path / "a")["train"] == told
+    assert go(text, tmp_path / "b", *flags, 2, "--grad-accum", 4) == 0
     assert same(*(saved(tmp_path / out)["model"] for out in "ab"))
     fits = 0
     again = "--resume", "--out", tmp_path / "a", "--steps", 3, "--device", "cpu"
     assert "--batch-size" in refused(capsys, train.main, *again, code=1) and saved(tmp_path / "a")["step"] == 2
-
-
-def test_a_recorded_run_is_the_same(text, trained, tmp_path, monkeypatch, capsys):
-    """A graph must train on what was drawn, and where nothing can be recorded go on without it, in one line."""
-    monkeypatch.setattr(models.LM, "compile_memory", lambda model: None)
-    graph = "--compile", "graph"
-    run = lambda: go(text, tmp_path, *FLAGS, *graph) or same(saved(tmp_path)["model"], saved(trained)["model"])
-    assert run() and "no CUDA graph, going on" in capsys.readouterr().out
-    calls = []
-
-    def record(module, inputs, allow_unused_input):
-        return lambda *new: calls.append([a.shape for a in inputs] == [a.shape for a in new]) or module(*new)
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    assert run() and all(calls) and len(calls) == saved(tmp_path)["step"] * saved(tmp_path)["train"]["grad_accum"]
+    argv = [*NET, *RUN, "--data", text, "--out", tmp_path / "c"]
+    assert "--remat" in refused(capsys, train.main, *argv, code=1) and not os.listdir(tmp_path / "c")
 
 
 # ---- sampling

@@ -71,8 +71,7 @@ class TrainConfig:
     log_every: int = opt(10, "steps between log lines", low=1)
     device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32", choices=("auto", "float32", "bfloat16"))
-    compile: str = opt("auto", "torch.compile; auto: on CUDA; graph: forward and backward as CUDA graphs, too, one "
-                       "launch each (not tried yet)", choices=("auto", "on", "off", "graph"))
+    compile: bool = opt(False, "torch.compile; on CUDA the default is on")
     remat: bool = opt(False, "compute each block again in backward: less memory, a third more time")
     threads: int = opt(0, "CPU threads; 0: torch decides")
 
@@ -127,8 +126,6 @@ def settings(given, old=None):
         raise UserError(f"--documents needs {' and '.join(name for name, lacks in needs.items() if lacks)}")
     if tc.repeats and tc.seq_len < 32:
         raise UserError(f"--repeats needs a --seq-len of 32 or more, not {tc.seq_len}")
-    if tc.compile == "graph" and config.memory_floor != "0":
-        raise UserError("--compile graph needs --memory-floor 0: what is recorded does not change")
     if tc.grad_accum % PROCESSES:
         raise UserError(f"--grad-accum {tc.grad_accum} is no multiple of the number of processes, {PROCESSES}")
     if not resume and "warmup" not in given:
@@ -158,7 +155,7 @@ class Task:
     """What a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns inputs
     and targets, with mask and reset of documents that begin at multiples of period, as a function of (seed, number).
     `launch` also needs vocab_size, data (what is read), finish(model, run). A checkpoint keeps `saved`."""
-    about, saved, columns, recorded = "", {}, [], None        # recorded: takes the place of model.loss
+    about, saved, columns = "", {}, []
     largest_norm = 1.0                                        # of the gradient, which is clipped
 
     def __init__(self, tc, device, dtype=torch.float32):
@@ -176,7 +173,7 @@ class Task:
         inputs = self.inputs(model, number)
         self.tokens_read += inputs[0].numel()
         with autocast(self.device, self.dtype):
-            return (self.recorded or model.loss)(*inputs)
+            return model.loss(*inputs)
 
     def optimizers(self, model):
         """Return the optimizers of the model, each made with its peak learning rate."""
@@ -241,9 +238,9 @@ class Text(Task):
 
 
 @torch.no_grad()
-def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32, tell=math.inf):
+def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32):
     """Return the mean nats a token of a model in eval mode over ids in windows of seq_len, or about max_windows of
-    them, each with a new memory. carry=True reads ids as batch_size long streams. tell: tokens between lines."""
+    them, each with a new memory. carry=True reads ids as batch_size long streams."""
     device, state, total, n = next(model.parameters()).device, None, 0.0, 0
     every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
     for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
@@ -253,7 +250,7 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
             logits, after = model(x.to(device), state)
         total += F.cross_entropy(logits.flatten(0, 1).float(), y.to(device).flatten(), reduction="sum").item()
         n += y.numel()
-        if n % tell < y.numel():
+        if not max_windows and n % max(200_000, len(ids) // 10) < y.numel():      # not too often
             say(f"  .. {n:,} of {len(ids):,} tokens")
         state = after if carry else None
     return total / n
@@ -266,9 +263,8 @@ def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32, max_
     for carry, name in (False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams"):
         # where the state holds every token, each costs more than the last
         part = ids[: batch_size * 16384 + 1] if carry and holds_all(model.config) else ids
-        tell, of = max(200_000, len(part) // 10), f" of {split:,}" * (len(part) < split)
-        losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype, tell=tell))
-        bits = losses[-1] / math.log(2)
+        losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype))
+        bits, of = losses[-1] / math.log(2), f" of {split:,}" * (len(part) < split)
         say(f"  {name:27s}  {len(part):,}{of} tokens  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  "
             f"{bits / tokenizer.bytes_a_token(part):.4f} bits/byte")
     return losses[0]
@@ -451,52 +447,34 @@ def parse(argv=None):
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    how = dict(nargs="+", metavar="OUT", default=SUPPRESS, help="draw OUT/curves.png, the losses of runs")
-    parser.add_argument_group("no run").add_argument("--plot", **how)
+    parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="only draw the losses of runs")
     return vars(parser.parse_args(argv))
 
 
 def rehearse(model, task):
     """Try a forward and backward pass. Where torch.compile fails, go on without. Where memory runs out in a new run of
-    one process, halve the batch, with twice as many in a step, and at batch 1 switch --remat on. Say so in a line."""
-    tc, may_change = task.tc, PROCESSES == 1 and not task.tc.resume
+    one process, halve the batch, with twice as many in a step. Say so in a line."""
+    tc = task.tc
     while True:
         try:
-            if tc.compile != "off":
+            if tc.compile:
                 model.compile_memory()
-            moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2 * may_change)]
-            for p in model.parameters():                      # later steps have AdamW's moments and a gradient, too
-                p.grad = torch.zeros_like(p)
+            moments = [torch.empty_like(p) for p in model.parameters() for _ in range(3)]      # AdamW's, and gradients
             task.loss(model, 0).backward()
             return model.zero_grad()
         except torch.OutOfMemoryError:
-            if not may_change or tc.batch_size % 2 and tc.remat:
+            if tc.resume or PROCESSES > 1 or tc.batch_size % 2:
                 raise
-            if tc.batch_size % 2:
-                tc.remat = model.remat = True
-            else:
-                tc.batch_size, tc.grad_accum = tc.batch_size // 2, 2 * tc.grad_accum
-            say(f"out of memory; now --batch-size {tc.batch_size} --grad-accum {tc.grad_accum}{' --remat' * tc.remat}")
+            tc.batch_size, tc.grad_accum = tc.batch_size // 2, 2 * tc.grad_accum
+            say(f"out of memory; now --batch-size {tc.batch_size} --grad-accum {tc.grad_accum}")
         except Exception as fault:                            # one that is not the compiler's comes again without it
-            if tc.compile == "off":
+            if not tc.compile:
                 raise
-            tc.compile = "off"
+            tc.compile = False
             torch.compiler.set_stance("force_eager")
             say(f"warning: torch.compile failed, going on without it: {fault!r:.400}")
         moments = model.zero_grad()                           # only now, as the fault held on to what the pass made
         torch.cuda.empty_cache()
-
-
-def record(model, task):
-    """Return model.loss as two CUDA graphs, forward and backward. Where that fails, say so and return None."""
-    whole = torch.nn.Module()
-    whole.model, whole.forward = model, model.loss
-    try:
-        with torch.autocast(task.device.type, task.dtype, task.dtype != torch.float32, cache_enabled=False):
-            return torch.cuda.make_graphed_callables(whole, task.inputs(model, 0), allow_unused_input=True)
-    except Exception as fault:                                # whatever a capture forbids
-        say(f"warning: no CUDA graph, going on without one: {fault!r:.200}")
-        model.zero_grad()
 
 
 def launch(given, settings=settings, make_task=Text, text=True):
@@ -517,8 +495,7 @@ def launch(given, settings=settings, make_task=Text, text=True):
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if tc.compile == "auto":
-        tc.compile = "on" if device.type == "cuda" else "off"
+    tc.compile = given.get("compile", device.type == "cuda")
     task = make_task(tc, device, pick_dtype(tc.dtype, device), old)
     if resume and task.data["sha256"] != old["data"]["sha256"]:
         raise UserError(f"{tc.out} was trained on {old['data']['used']}, another text than --data {tc.data}; give that")
@@ -534,14 +511,13 @@ def launch(given, settings=settings, make_task=Text, text=True):
     say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
         f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
         f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(task.dtype)[6:]}"
-        + ", compiling .." * (tc.compile != "off"))
+        + ", compiling .." * tc.compile)
     optimizers = task.optimizers(model)
     for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
     with nullcontext() if RANK else locked(Path(tc.out)):
         rehearse(model, task)
         run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
-        task.recorded = record(model, task) if tc.compile == "graph" else None
         stopped = train(model, optimizers, run, task)
         if PROCESSES > 1:
             dist.barrier()                                    # torchrun ends all when one ends: not before 0 has saved
