@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
@@ -29,7 +28,6 @@ from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -102,8 +100,7 @@ def conditioned(cond, *shape):
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 48), (2, 48, 8)], ids=str)
 def test_ns_against_svd(shape):
-    """Singular vectors stay, values come into the measured band; the cubic comes to U V^T. Catches: a mistyped
-    coefficient, tall matrices on their long side, a pass-through of some shapes (titans-pytorch's)."""
+    """Catches a mistyped coefficient, tall matrices on their long side, a pass-through of some shapes."""
     S, polar = conditioned(100, *shape)
     for N in (newton_schulz([S])[0], newton_schulz_ref(S), newton_schulz_ref(S[0])):
         s = torch.linalg.svdvals(N)
@@ -116,8 +113,7 @@ def test_ns_against_svd(shape):
 
 @pytest.mark.parametrize("name", COEFFICIENTS)
 def test_ns_is_the_plain_iteration(name):
-    """Gram matrices, restarts, stacks that share an iteration: the same values and gradients, the input untouched.
-    Catches: a step of R or G left out, results handed to another stack, Muon's overwriting of its input."""
+    """Catches a step of R or G left out, another stack's result, an input that is overwritten."""
     S = [randn(*s).requires_grad_() for s in ((2, 8, 20), (1, 3, 5), (3, 20, 8), (2, 8, 8))]
     before, up, (a, b, c) = [s.detach().clone() for s in S], [randn(*s.shape) for s in S], COEFFICIENTS[name]
     X = [s / s.norm(dim=(1, 2), keepdim=True) for s in S]
@@ -131,8 +127,7 @@ def test_ns_is_the_plain_iteration(name):
 
 
 def test_ns_of_any_size_of_matrix():
-    """NS(c S) = NS(S). A zero matrix, or one whose squares underflow, counts as zero or in full. Catches: 0 / 0 of the
-    first momentum, in the gradient too; an epsilon added to the norm; half a sum of squares."""
+    """Catches 0 / 0 of the first momentum, in the gradient too; an epsilon; half a sum of squares."""
     for ns in (newton_schulz_ref, lambda S: newton_schulz([S])[0]):
         S, zero = randn(2, 8, 12), torch.zeros(2, 8, 12, requires_grad=True)
         close([ns(1e-8 * S), ns(1e8 * S)], [ns(S), ns(S)])
@@ -248,8 +243,7 @@ def weights(kind, e, d, hidden, *lead):
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_memory_as_printed(kind, norm):
-    """Eq 42, 43, and the closed-form gradient of each loss by autograd. Catches: a lost residual, a swapped gate, a
-    misplaced bracket (fla's Titans had two forms of the gradient that agreed, and both were wrong)."""
+    """Catches a lost residual, a swapped gate, a misplaced bracket (two forms of fla's agreed in it)."""
     x, r, v, W = randn(2, 7, 5), randn(2, 7, 3), 2 * randn(2, 7, 3), weights(kind, 5, 3, 4, 2)
     gelu = lambda z: z * 0.5 * (1 + torch.erf(z / 2 ** 0.5))
     normed = lambda f: f / (f.square().mean(-1, keepdim=True) + memory.EPS).sqrt() if norm else f
@@ -348,8 +342,7 @@ EQUAL = {                                                     # differences from
 
 @pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
 def test_omega_is_omega_ref(case, monkeypatch):
-    """Outputs, end state, all outer gradients of the chunk form: whole, in pieces, token by token, and as on a GPU.
-    Catches a slip in one form: an index, a coefficient, a gradient that stops, a state that the other cannot take."""
+    """Catches a slip in one form: an index, a coefficient, a gradient that stops, a state that is cut."""
     rule, phi, x = problem(**case)
     leaves, T = [a for name, a in x.items() if a is not None and name != "reset"], x["q"].shape[2]
     leaves += phi.parameters()
@@ -384,8 +377,7 @@ def test_omega_ref_is_the_rule_as_printed(kind, window):
 @pytest.mark.parametrize("case", [
     dict(features="monomial", momentum=False, forget="start", T=7), dict(muon_every=2, window=1)], ids=str)
 def test_shards(case):
-    """Local memories side by side are shards_ref, whole and in pieces, gradients too. Catches: a shard that goes on
-    from another, or writes into the next sequence; sums of k k^T that stay."""
+    """Catches a shard that goes on from another, or writes into the next sequence; sums of k k^T that stay."""
     rule, phi, x = problem(**dict(T=17, S0=False) | case)
     M0, V0 = tuple(x[name] for name in x if name.startswith("M0")), weights(rule.memory, phi.out_dim, 3, 3, 2)
     leaves = [a.requires_grad_() for a in (*V0, *x.values(), *phi.parameters()) if a is not None]
@@ -417,8 +409,7 @@ MATRIX = {                                                    # differences from
 
 @pytest.mark.parametrize("case", MATRIX.values(), ids=MATRIX.keys())
 def test_matrix_by_hand(case):
-    """W <- keep W - step NS(S), S <- momentum S + sum gate k^T (k W - v). Catches: errors at another W, a wrong decay;
-    NS of the memory (atlas-pytorch), of g, of the step, of the block in progress, of a part of a block."""
+    """Catches errors at another W, a wrong decay; NS of the memory, of g, of the step, of part of a block."""
     rule, phi, x = problem(**dict(T=17, memory="linear", window=1, chunk=1, momentum=False, S0=False) | case)
     W, S, U, due, ys, m = x["M0.0"], 0, 0, 0, [], rule.muon_every
     home, momentum = W if rule.forget == "start" else 0, x["momentum"] if "momentum" in case else torch.zeros(2, 2, 17)
@@ -478,8 +469,7 @@ def test_extreme_gates(how, monkeypatch):
 
 
 def test_no_text_makes_the_memory_run_away():
-    """One key for ever, and steps that overshoot: NaN without the ball (choice 22), bounded with it. Catches: a bound
-    that enlarges, or that the outer gradient goes through."""
+    """Catches a bound (choice 22) that enlarges, or that the outer gradient goes through."""
     norm = lambda w: w.norm(dim=(-2, -1)).max()
     W, times = randn(2, 4, 4).requires_grad_(), torch.tensor([0.01, 100.0]).double()[:, None, None]
     bounded, = Rule(ball=5.0).bound([W * times])
@@ -581,9 +571,7 @@ def in_pieces(model, cuts, *inputs):
 
 @some_models(*MODELS)
 def test_every_model(name):
-    """Runs forward, on from a state, and backward. Every parameter gets a gradient, and an optimizer's step on a CPU
-    changes it; reading changes none. Catches: dead gates, a detached M0, an inner update under no_grad (the ports'
-    commonest), stride-0 parameters; numbers read back by the host, which the meta device cannot."""
+    """Catches dead gates, a detached M0, numbers that the host reads back, parameters of stride 0."""
     model, x = made(name), tokens(2, 11)
     before = {name: p.clone() for name, p in model.state_dict().items()}
     close(in_pieces(model, (6,), x)[0], model(x)[0], 1e-4)
@@ -599,9 +587,7 @@ def test_every_model(name):
 @some_models(*KINDS)
 @torch.no_grad()
 def test_reading(name):
-    """In pieces, one empty, token by token: the whole. Causal. Rows independent. A state of bounded size.
-    Catches: a cache that forgets, repeats, shifts or holds the prompt; the end's memory read at every token, padding on
-    both sides, M*(x) of later tokens (four ports leak); one memory for the whole batch."""
+    """Catches a cache that forgets, repeats, shifts or grows; later tokens or other rows that show."""
     model, x = shaken(made(name)), tokens(1, 10).repeat(10, 1)
     y = (x + torch.eye(10, dtype=torch.long)) % 11            # row j has another token j
     (logits, _), (changed, end) = model(x), model(y)
@@ -624,8 +610,7 @@ def test_reading(name):
 
 @pytest.mark.parametrize("preset", ["swa", "deepomega", "omeganet", "atlas"])
 def test_memory_in_bfloat16(preset, monkeypatch):
-    """As on CUDA under autocast: gradients within 8 % of float32's. Catches: gates or Newton-Schulz in bfloat16; fast
-    weights in bfloat16, where a keep of 0.999 is 1; a loss of three digits."""
+    """Catches gates, Newton-Schulz or fast weights in bfloat16 under autocast, a loss of three digits."""
     model, x = small(preset, n_embd=64, n_head=2, head_dim=32, chunk=16, muon_every=16), tokens(4, 65)
     for p in model.parameters():
         p.data += 0.02 * torch.randn_like(p)
@@ -652,8 +637,7 @@ def alone(model, rows, up):
 
 @some_models(*KINDS)
 def test_padding(name):
-    """Rows padded on the right say what they say alone, whole and in pieces, and end with their own memory; gradients,
-    too. Catches: padding that writes, decays, moves the momentum, or is seen by a window, attention or convolution."""
+    """Catches padding that writes, decays, moves the momentum, or is seen by a window, attention or convolution."""
     model = shaken(made(name, max_norm=0.0))                  # a ball works at the ends of chunks
     lengths = 16, 12, 8 if name == "token" else 6             # where blocks end, and not in a gap
     x, real, up = tokens(3, 16), torch.arange(16) < torch.tensor(lengths)[:, None], randn(3, 16, 11)
@@ -676,8 +660,7 @@ def test_padding(name):
 
 @some_models(*KINDS)
 def test_reset(name):
-    """A row with a reset after a gap is two rows, whole, in pieces, with gradients. Catches: W, S, an
-    anchor, a pair, a key or the convolution's inputs of the earlier text; a reset of the whole batch."""
+    """Catches W, S, an anchor, a pair, a key or an input of the earlier text; a reset of the whole batch."""
     more = dict(persistent=0, attn_window=4 * (name != "transformer"), shard=4 * (name == "shards"))
     model, x, up = shaken(made(name, **more)), tokens(2, 16), randn(2, 16, 11)
     reset, mask = torch.zeros(2, 16, dtype=torch.bool), torch.ones(2, 16, dtype=torch.bool)
@@ -700,8 +683,7 @@ def test_reset(name):
 
 @some_models("atlas", "deepomega", "omeganet-mac", "swa", "shards")
 def test_low_precision(name):
-    """Models of bfloat16 and half are near the same weights in float32, in pieces, backward, one by one. Catches: M0,
-    gates, phi or a turn of 8 bits, fast weights that are not float32."""
+    """Catches M0, gates, phi or a turn of 8 bits in models of bfloat16 and half, fast weights that are."""
     x = tokens(2, 13)
     for dtype, tol in (torch.bfloat16, 0.06), (torch.half, 0.01):
         model = made(name).to(dtype)
@@ -714,33 +696,32 @@ def test_low_precision(name):
             assert all(a.dtype == torch.float32 for a in tensors(getattr(state[0], "memory", state[0]).fast))
 
 
-@some_models("omeganet-mac")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped")
-def test_fsdp(name, tmp_path, request):
-    """Sharded models say in two calls what plain ones say. Catches: fast weights or keys of another type."""
+def test_fsdp(tmp_path, request):
+    """Catches fast weights or keys of another type: sharded models say in two calls what plain ones say."""
     dist, x = torch.distributed, tokens(2, 13)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     request.addfinalizer(dist.destroy_process_group)
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    for dtype, casts in ((None, True), (torch.bfloat16, False), (torch.bfloat16, True)):
-        model = deepcopy(plain := made(name))
+    for casts in False, True:
+        model = deepcopy(plain := made("omeganet-mac"))
         for part, out in (model.blocks[0], None), (model, torch.float32):
-            fsdp.fully_shard(part, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(dtype, None, out, casts))
+            how = fsdp.MixedPrecisionPolicy(torch.bfloat16, None, out, casts)
+            fsdp.fully_shard(part, mesh=mesh, mp_policy=how)
         first, state = model(x[:, :6])
-        if dtype and casts:
+        if casts:
             with pytest.raises(ValueError, match="cast_forward_inputs=False"):
                 model(x[:, 6:], state)
         else:
             both = torch.cat([first, model(x[:, 6:], state)[0]], 1)
-            close(both, in_pieces(plain.to(dtype), (6,), x)[0].float(), 1e-6)
+            close(both, in_pieces(plain.bfloat16(), (6,), x)[0].float(), 1e-6)
             model.loss(x, x).backward()
 
 
 @some_models(*KINDS)
 @torch.no_grad()
 def test_select_and_save(name):
-    """Rows reordered, repeated and dropped go on as they would alone, in the middle of a chunk and where one begins; a
-    file of the state goes on to the bit with an equal model. Catches: M0 cut by rows or saved."""
+    """Catches M0 cut by rows or saved, rows of another's memory, a file that does not go on to the bit."""
     model, x = shaken(made(name)), tokens(3, 14)
     other, params = deepcopy(model), {p.data_ptr() for p in model.parameters()}
     for T, rows in (5, [2, 0, 2]), (8, torch.tensor([1, 1, 0, 2])):
@@ -771,8 +752,7 @@ def test_switches_do_something():
 
 
 def test_config_reaches_the_rule():
-    """Catches: two fields swapped; a muon_every beyond the chunk; an atlas less its parts that is not titans; a preset
-    that is silently another model; settings of the layer alone that are not those of atlas."""
+    """Catches two fields swapped, and a preset or settings of the layer that are another model."""
     config = models.Config(memory="gated", loss="dot", window=3, chunk=5, muon_every=2, ns_steps=4,
                            ns_coefficients="cubic", forget="zero", max_norm=7.0)
     assert rule_of(config) == Rule("gated", "dot", 3, 5, 2, 4, "cubic", "zero", norm=True, ball=7.0)
@@ -791,8 +771,7 @@ MISFITS = dict(window=2, chunk=8, muon=True, wiring="mag", n_head=1, shard=8, fe
 
 
 def test_bad_arguments():
-    """Catches: an AttributeError or a riddle about sizes from inside, or a state of another model that runs on in
-    silence, where the caller's mistake should be named."""
+    """Catches a riddle from inside, or a state of another model that runs on in silence."""
     model, x, hidden = small("omeganet"), tokens(2, 6), torch.randn(2, 6, 16)
     state, layer, first = model(x)[1], model.blocks[0].layer, lambda *args: next(model.generate(*args))
     states = {name: small("omeganet", **{name: value})(x)[1] for name, value in MISFITS.items()}
@@ -855,18 +834,9 @@ def test_attention_piece_by_piece():
         close(wiring.attend(q, k, v, w, pk, pv), softmax_attention(q, keys, values, F.pad(seen, (2, 0), value=True)))
 
 
-def test_rope_is_relative():
-    """Catches: angles in float32, off by 0.3 after 20 million tokens; q and k turned by different positions."""
-    q, k = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
-    near, far = (a @ b.mT for a, b in (wiring.rope(pos, q, k) for pos in (0, 20_000_000)))
-    close(far, near, 1e-5)
-    assert not torch.allclose(near, q @ k.mT, atol=0.1)
-
-
 @torch.no_grad()
 def test_wirings_by_hand():
-    """Titans Eq 21-31. Catches: a MAC that writes before it attends, or reads what it has just written, h of later
-    tokens, persistent tokens without effect (lucidrains of his own: "never done correctly")."""
+    """Catches a MAC that writes before it attends, reads what it has just written, or looks ahead."""
     x = randn(1, 8, 16)
     for how in "mag", "mal", "mac":
         layer = shaken(small("atlas", wiring=how)).blocks[0].layer
@@ -891,8 +861,7 @@ def test_wirings_by_hand():
 
 @torch.no_grad()
 def test_a_block_by_hand():
-    """Gated DeltaNet, from x to x. Catches: a residual or a norm lost, a convolution that sees the future, keys of
-    another length, q, k, v or gates of another head or scale."""
+    """Catches a residual or norm lost, a convolution that sees the future, parts of another head or scale."""
     block, x = shaken(small("deltanet", chunk=1, keep=True)).blocks[0], randn(2, 7, 16)
     layer, m, ys = block.layer, block.mlp, []
     rms = lambda x, w: w * x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt()
@@ -911,8 +880,7 @@ def test_a_block_by_hand():
 
 
 def test_gates():
-    """Catches: gates out of range; a window that weighs more the longer it is; gates that take the weights out of their
-    module, which may have a LoRA around it; gates that round to 8 bits in a model of bfloat16."""
+    """Catches gates out of range, of 8 bits, or whose weights leave their module, which may have a LoRA around it."""
     layer, x = small("atlas").blocks[0].layer, torch.randn(2, 7, 16).bfloat16()
     layer.gates.weight.data *= 100
     want = layer.make_gates(x.float())
@@ -941,8 +909,7 @@ def test_a_step_of_1_learns_a_pair(features):
 @torch.no_grad()
 @pytest.mark.parametrize("memory, muon", [("linear", False), ("mlp", True)])
 def test_steps_at_their_bound_do_not_explode(memory, muon):
-    """Full steps and long momentum on random tokens, without a ball: |W| was 1e7 to 1e42. Catches a step or a pair's
-    gradient that nothing divides."""
+    """Catches a step or a gradient that nothing divides: |W| was 1e7 to 1e42."""
     model = small("atlas", memory=memory, muon=muon, error="token", window=1, muon_every=0, chunk=16, max_norm=0.0)
     layer = model.double().blocks[0].layer
     layer.gates.weight.zero_()
@@ -980,8 +947,7 @@ def test_remat(name):
 
 @some_models("atlas", "deepomega", "swa", "omeganet-mac")
 def test_generate(name):
-    """Greedy text is what reading everything again says. Catches: a prompt that counts by its last token
-    (atlas-pytorch), a state that generating changes, a long prompt that loses pieces, tokens that no gradient takes."""
+    """Catches a prompt that counts by its last token, a state that generating changes, a piece that is lost."""
     model, x = shaken(made(name)), tokens(2, 7)
     greedy = lambda x, n, state=None: torch.stack(list(model.generate(x, n, temperature=0, state=state)), 1)
     text, (_, state), ends = torch.cat([x, greedy(x, 8)], 1), model(x[:, :5]), []
@@ -1020,18 +986,6 @@ def test_loss_by_hand():
     p = model(x)[0].log_softmax(-1).gather(-1, y[..., None])[..., 0]
     close(model.loss(x, y), -p.mean(), 1e-6)
     close(model.loss(x, torch.where(torch.arange(9) < 5, y, -100)), -p[:, :5].mean(), 1e-6)
-
-
-@some_models("atlas", "forget M0", "omeganet-mac", "swa")
-def test_detach(name):
-    """Training on segments. Catches: a graph that grows over segments, M0 cut off where all is counted from it."""
-    model, x, y = made(name), tokens(2, 9), tokens(2, 9)
-    _, state = model(x)
-    cut, M0 = detach(state), [p for n, p in model.named_parameters() if ".M0." in n]
-    assert any(a.grad_fn for a in tensors(state)) and not any(a.grad_fn for a in tensors(cut))
-    close(cut, state, 0)
-    model(y, cut)[0].square().sum().backward()
-    assert [p.grad is not None for p in M0] == [model.config.forget == "start"] * len(M0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -1112,8 +1066,7 @@ def test_shakespeare(tmp_path, monkeypatch, capsys, served):
 
 
 def test_files_folders_and_mixes(tmp_path, monkeypatch):
-    """Catches: another field, a lost line between books, a text read twice, for a link leads to it; weights that do
-    nothing, validation text in the training."""
+    """Catches another field, a text read twice by a link, weights that do nothing, mixed-up splits."""
     monkeypatch.chdir(tmp_path)
     for name, body in {"d/a.JSONL": '{"text": "To\u2028be", "title": "x"}\n{"text": " "}\n{"text": "or"}\n',
                        "d/sub/b.json": '[{"text": "not"}, {"text": "to"}]', "d/no.md": "no", "d/.git/z.txt": "no",
@@ -1195,8 +1148,7 @@ def test_token_files(tmp_path, monkeypatch):
 
 
 def test_shards_are_one_stream(tmp_path, text):
-    """Files with and without llm.c's header, and mixes, are read as one array, and trained on. Catches: a header taken
-    for ids, a slice across files that lacks some, files loaded whole, `pretrain-val` trained on."""
+    """Catches a header taken for ids, a slice that lacks some, `pretrain-val` trained on."""
     ids = np.random.default_rng(0).integers(0, 200, 1000, dtype="<u2")
     (tmp_path / "tok").mkdir()
     for name, a, b in ("mid_TRAIN_0", 0, 2), ("train_001", 2, 302), ("train_002", 302, 1000), ("pretrain-val-0", 0, 80):
@@ -1429,8 +1381,7 @@ def test_every_field_is_a_flag_and_help_tells_its_default(capsys):
 
 
 def test_a_run_on_documents(tmp_path, capsys):
-    """Each document is read as alone. Catches: flags that reach no model, gaps that count, another border than a
-    chunk's, a target that is lost."""
+    """Catches gaps that count, another border than a chunk's, a target that is lost."""
     rows = ["".join("abcdefg "[i] for i in torch.randint(8, (n,))) for n in torch.randint(5, 40, (60,))]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(dict(text=row)) for row in rows))
     flags = "--steps 4 --documents --seq-len 64"
@@ -1484,8 +1435,7 @@ def test_a_mistake_is_one_line_that_names_it(module, argv, word, trained, text, 
 
 
 def test_resume_refuses_what_would_change_the_run(copy, text, tmp_path, capsys):
-    """A changed setting that is taken over silently, or silently ignored, is a run that is not what its log says. But
-    `lower --lr`, says a run that stops."""
+    """Catches a changed setting that is ignored, or taken over, in silence."""
     before = contents(copy)
     (other := tmp_path / "other").write_text(text.read_text()[::-1])
     for argv in (["--window", 5], ["--model", "titans"], ["--no-muon"], ["--data", other]):
@@ -1524,8 +1474,7 @@ def test_a_run_says_logs_and_saves_what_it_did(trained, text):
 
 
 def test_one_folder_one_run(copy, text, capsys):
-    """Two runs in the default --out mix log, best.pt and ckpt.pt of both. A killed run's lock must not lock anyone
-    out."""
+    """Catches two runs that mix their files, and a killed run's lock that locks all out."""
     before = contents(copy)
     with common.locked(copy):
         for main, *argv in ((train.main, "--resume", "--steps", 20), (train.main, *NET, *RUN, "--data", text),
@@ -1602,8 +1551,7 @@ def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, 
 @pytest.mark.parametrize("numbers, code, step", [
     ([2], 130, 6), ([2, 2], 130, 4), ([15], 143, 6), ([1, 15], 129, 6)])
 def test_one_signal_finishes_the_step_and_two_stop_at_once(numbers, code, step, text, tmp_path, monkeypatch):
-    """Ctrl-C must lose no step; who presses it twice will not wait. It may have ended `2>&1 | tee`, and the pipe. A
-    closed terminal sends SIGHUP, often with SIGTERM, and cannot be written to."""
+    """Catches a step lost to Ctrl-C, `2>&1 | tee` or a closed terminal."""
     before = signal.getsignal(signal.SIGINT)
     signal_in(monkeypatch, 6, *numbers)
     monkeypatch.setattr(os, "write", Closed().write)
@@ -1615,8 +1563,8 @@ def test_one_signal_finishes_the_step_and_two_stop_at_once(numbers, code, step, 
 def test_a_second_run_moves_the_first_aside(text, copy, monkeypatch):
     """The second `python train.py` must work, and destroy nothing, least of all when it fails in its first step."""
     before = contents(copy)
-    for n in (1, 2):                                          # in a thread, as from Gradio and Streamlit
-        assert ThreadPool(1).apply(go, (text, copy, "--steps", 1, "--seed", n)) == 0
+    for n in (1, 2):
+        assert go(text, copy, "--steps", 1, "--seed", n) == 0
     assert contents(copy / "old-1") == before
     assert [train.load_checkpoint(folder)["train"]["seed"] for folder in (copy / "old-2", copy)] == [1, 2]
     monkeypatch.setattr(train, "train_step", lambda *_: 1 / 0)
@@ -1638,8 +1586,7 @@ def test_a_new_run_begins_with_the_weights_of_another(text, trained, tmp_path, c
 
 
 def test_a_run_that_ends_worse_than_it_began_says_so(text, tmp_path, monkeypatch, capsys):
-    """`--lr 10` ended with a loss of 1317 and `done`. The start outlives --resume, nan is never the best, which is
-    what the end is about. The exit code is 0: the files are good."""
+    """Catches a nan that is the best, a start that --resume forgets."""
     values, seen = iter([2.0, 3.0, math.nan, 4.0]), []
     monkeypatch.setattr(train, "evaluate", lambda *a, **k: next(values))
     monkeypatch.setattr(train, "report", lambda model, *_: seen.append(model.state_dict()) or 3.0)
@@ -1662,19 +1609,6 @@ def test_what_is_not_finite_stops_the_run_before_it_saves(text, tmp_path, monkey
     said = refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", tmp_path, code=1)
     assert "step 6" in said and "lower --lr" in said and saved(tmp_path)["step"] == 4
     assert all(p.isfinite().all() for p in calls[0].parameters())
-
-
-def test_a_failed_save_keeps_the_checkpoint_before_it(copy, monkeypatch):
-    """A full disk must leave the old file as it was, and no half file beside it."""
-    before = contents(copy)
-
-    def full(state, file):
-        Path(file).write_bytes(b"PK half of a file")
-        raise RuntimeError("no space")
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(common.Halt, match="ckpt.pt.*intact"):
-        train.save_checkpoint(copy / "ckpt.pt", dict(step=1), torch.nn.Linear(1, 1), [])
-    assert contents(copy) == before
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(copy, text, capsys):
@@ -1760,10 +1694,6 @@ def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capsys):
         one, two = list(map(float, a)), list(map(float, b))
         assert one[:2] == pytest.approx(two[:2], rel=1e-6) and one[2] == pytest.approx(two[2], rel=2e-3)
     assert "multiple" in refused(capsys, train.main, *argv, "--grad-accum", 3)
-    monkeypatch.delenv("MASTER_PORT")                         # WORLD_SIZE=2 python train.py
-    assert "torchrun" in refused(capsys, train.main, *argv)
-    monkeypatch.setenv("RANK", "x")
-    assert "torchrun" in refused(capsys, runpy.run_path(train.__file__)["main"], *argv)
 
 
 def test_without_a_compiler_and_with_remat_the_run_is_the_same(text, trained, tmp_path, monkeypatch, capsys):
@@ -1781,8 +1711,7 @@ def test_without_a_compiler_and_with_remat_the_run_is_the_same(text, trained, tm
 
 
 def test_a_run_that_is_too_large_makes_itself_smaller(text, tmp_path, monkeypatch, capsys):
-    """The batch halves, with twice as many in a step, then it gives up. Catches: a step of another size, settings in
-    force that no file tells, a --resume that trains on another batch."""
+    """Catches a step of another size, settings that no file tells."""
     real, fits = train.Text.loss, 2
 
     def loss(task, model, number):
@@ -1839,8 +1768,7 @@ def test_prompts_and_stop_texts(trained, tmp_path, capsys, monkeypatch):
 
 
 def test_a_text_goes_on_from_a_saved_state(trained, tmp_path, capsys, monkeypatch):
-    """Catches: a state of another text or checkpoint, or one that is lost, for `| head` has seen enough; a token lost
-    or read twice where one text ends."""
+    """Catches a state of another text, one that `| head` loses, a token read twice."""
     one, two, greedy = tmp_path / "one", tmp_path / "two", ("--temperature", 0, "--tokens", 12)
     whole = speak(capsys, trained, "--prompt", "to be", "--temperature", 0, "--tokens", 24)
     first = speak(capsys, trained, "--prompt", "to be", *greedy, "--save-state", one)
@@ -1886,8 +1814,7 @@ def test_position_loss_by_hand():
 
 
 def test_twice(trained, monkeypatch, capsys):
-    """Catches readings mixed up, and the border counted: the model is sure of what stands one passage before. On a
-    checkpoint: a row without writes that still writes, a text that is too short for the passages."""
+    """Catches readings mixed up, a border that counts, a row without writes that still writes."""
     def logits(x):
         before = torch.cat([x[:, :1].expand(-1, 5), x[:, :-5]], 1)               # 6 tokens long: x_{t-5} is x_{t+1}
         return 50 * F.one_hot(before, 9).float() * (torch.arange(x.shape[1]) >= 5)[:, None]
@@ -2016,8 +1943,7 @@ def test_variants():
 
 
 def test_one_pass_by_hand(monkeypatch):
-    """Keys at right angles do not disturb each other: each visit of a window leaves 1 - step / window of an error.
-    Catches errors of other pairs, or of a step that is another one's, a window or a momentum that gets lost."""
+    """Catches errors of other pairs, another's step, a lost window or momentum: right angles add up."""
     monkeypatch.setattr(eval, "STEPS", torch.tensor([0.3, 0.7]))
     layer, step = models.Memory(models.configure("atlas", **{**eval.PLAIN, "head_dim": 6})), eval.STEPS[:, None]
     k, v, rest = torch.eye(6).expand(2, 1, 6, 6), torch.randn(2, 1, 6, 6), torch.arange(6, 0, -1)
@@ -2027,8 +1953,7 @@ def test_one_pass_by_hand(monkeypatch):
 
 
 def test_capacity(tmp_path, capsys, monkeypatch):
-    """Prop 1 and 2: on unit keys of 8 numbers 8 features hold 8 pairs, 45 monomials 44. Catches a rank that is off; of
-    `online` a row that is missing, or a step that diverges taken for the best."""
+    """Catches a rank that is off (Prop 1, 2), a row that is missing, a step that diverges taken for the best."""
     monkeypatch.setattr(eval, "DRAWS", 2)
     assert eval.main(["capacity", "--pairs", *"8 9 44 45 --device cpu --json".split(), str(tmp_path / "a.json")]) == 0
     assert json.loads((tmp_path / "a.json").read_text())["least squares, 8 features"][0] == [8, 9, 44, 45]
@@ -2072,8 +1997,7 @@ def words(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("share", [0.0, 1.0], ids=["language", "arithmetic"])
 def test_episode(words, share, monkeypatch):
-    """One number, one episode; answers stand at [MASK] alone, and storage shows them; sums are right; whoever remembers
-    answers all. Catches: an answer left visible, a batch that storage never showed, test sums that training shows."""
+    """Catches an answer left visible, a batch that storage never showed, test sums that training shows."""
     for name, value in dict(SUMS=share, BATCHES=3, TESTS=10).items():
         monkeypatch.setattr(episodic, name, value)
     task = episodic.Episodes(episodic.Settings(data=words, seq_len=24, batch_size=4), CPU, torch.float32)
@@ -2104,8 +2028,7 @@ def test_episode(words, share, monkeypatch):
 
 @pytest.mark.parametrize("flags", [EPISODE, "--grok"])
 def test_episodic_resume(words, tmp_path, monkeypatch, flags, capsys):
-    """A run that was stopped and resumed ends in the bits of one that was not, with its log. Catches: a step number
-    not carried on, optimizers not loaded, settings lost or changed."""
+    """Catches a step number not carried on, optimizers not loaded, settings lost or changed."""
     monkeypatch.chdir(tmp_path)
     for out, code in ("a", 0), ("b", 128 + 15):
         assert episodic.main([*SHORT, *flags.split(), "--out", str(tmp_path / out)]) == code
@@ -2192,8 +2115,7 @@ RUNGS = [("linear", dict(chunk=1)), ("deltanet", dict(chunk=1)), ("titans", dict
 
 
 def test_ladder():
-    """Builds the function of each rung by the diffs. Catches a diff that does not fit, or makes another rule than the
-    project's model."""
+    """Catches a diff that does not fit, or makes another rule than the project's model."""
     source, *_ = re.findall(r"```python\n(.*?)```", LADDER, re.S)
     diffs = re.findall(r"```diff\n(.*?)```", LADDER.split("## Change")[0], re.S)
     for (name, given), diff in zip(RUNGS, ["", *diffs, ""], strict=True):        # the last one twice: matrix and MLP
@@ -2210,8 +2132,7 @@ def test_ladder():
 
 
 def test_commands(monkeypatch, capsys):
-    """Runs all commands of READMEs and docstrings up to where the work begins. Catches a flag or model that was renamed
-    in a program, and not in a command; sizes that do not fit."""
+    """Catches a flag or model that was renamed in a program, and not in a command; sizes that do not fit."""
     spans = re.findall(r"^ *((?:python|torchrun) .*?)(?:  | [<#]|$)", "\n".join([README, *CODE.values()]), re.M)
     spans += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", README + MORE + LADDER, flags=re.S))
     commands = [re.search(r"(?:python|torchrun \S+ \d) (?!test_all)(\w+)\.py(.*)", a, re.S) for a in spans]
@@ -2295,7 +2216,7 @@ MUTANTS = [                               # what breaks, function, its source, w
     ("short texts vanish", layer.Memory.project, "inputs[:, -n:].clone()", "qkv[:, -n:].clone()", "test_reading"),
     ("padding writes", layer.masked, "gate * looks, reset)", "gate, reset)", "test_padding"),
     ("a reset is not told", layer.masked, "gate * looks, reset)", "gate * looks)", "test_reset"),
-    ("M0 does not learn", layer.Memory.with_M0, "tuple(self.M0)", "tuple(m.detach() for m in self.M0)", "test_detach"),
+    ("M0 does not learn", layer.Memory.with_M0, "tuple(self.M0)", "tuple(m.detach() for m in self.M0)", "every_model"),
     ("--remat in vain", models.LM.forward, "self.remat and", "False and", "test_remat"),
     ("top_p stops too early", models.sample, "probs.cumsum(-1) - probs", "probs.cumsum(-1)", "test_sample"),
     ("attention's window off by one", wiring.attend, "(j > i - w)", "(j >= i - w)", "attention_by_hand"),
