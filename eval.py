@@ -79,14 +79,14 @@ def loss_task(args, device):
     lines = {}
     for path in args.ckpt:
         ckpt, model, tokenizer, corpus, val = load(path, args, device)
-        name, T = f"{ckpt['path']}: {ckpt['preset']}, step {ckpt['step']}", ckpt["train"]["seq_len"]
+        name, T = path, ckpt["train"]["seq_len"]
         if args.no_write:
             if model.config.attention:
                 raise UserError(f"--no-write: {ckpt['path']} has no memory that writes; drop the flag")
-            name, model = f"{name}, cannot write", frozen(model)
+            name, model = f"{path}, cannot write", frozen(model)
         other = "; not the text of the training" * (corpus.sha256 != ckpt["data"]["sha256"])
-        say(f"{name}, {model.num_params():,} parameters, trained on {ckpt['data']['used']} in windows of {T}\n"
-            f"{len(val):,} validation tokens of {corpus.used}{other}")
+        say(f"{name}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
+            f"{ckpt['data']['used']} in windows of {T}\n{len(val):,} validation tokens of {corpus.used}{other}")
         loss = train.report(model, tokenizer, val, T, args.batch_size, max_tokens=train.REPORT_TOKENS)
         shape = min(args.length or 4 * T, len(val) - 1), args.batch_size
         at, n = position_loss(model, evenly(val, *shape))
@@ -121,11 +121,10 @@ def twice_task(args, device):
     say(f"nats/token of {WINDOWS} passages, first reading / second reading, each from a new memory\n\n{'':48}"
         + "".join(f"{f'{n} tokens':>16}" for n in LENGTHS))
     for path in args.ckpt:
-        ckpt, model, _, _, ids = load(path, args, device)
+        _, model, _, _, ids = load(path, args, device)
         if len(ids) < LENGTHS[-1]:
             raise UserError(f"twice needs {LENGTHS[-1]} validation tokens, not {len(ids)}; give more text")
-        name = f"{ckpt['preset']} ({ckpt['path']})"
-        rows = {name: model} | ({} if model.config.attention else {f"{name}, cannot write": frozen(model)})
+        rows = {path: model} | ({} if model.config.attention else {f"{path}, cannot write": frozen(model)})
         for name, model in rows.items():
             found = {n: position_loss(model, read_twice(ids, n, args.batch_size))[0] for n in LENGTHS}
             say(f"{name:48}" + "".join(f"{at[: n - 1].mean():8.3f} / {at[n:].mean():.3f}" for n, at in found.items()))
@@ -328,9 +327,10 @@ def mixing_task(args, device):
         from matplotlib.figure import Figure
         figure = Figure(figsize=(6.4, 3.4), layout="constrained")
         names = "causal softmax, all scores equal", "-P: window 4, keep 0.9"
-        for ax, name, matrix in zip(figure.subplots(1, 2), names, (softmax, P)):
+        for ax, name, matrix in zip(figure.subplots(1, 2, sharey=True), names, (softmax, P)):
             shown = ax.imshow(matrix.where(matrix > 0, torch.nan), vmin=0, vmax=1)
-            ax.set(title=name, xlabel="pair i", ylabel="token t")
+            ax.set(title=name, xlabel="pair i")
+        figure.axes[0].set(ylabel="token t")
         figure.colorbar(shown, ax=figure.axes, label="weight", shrink=0.8)
         save(figure, args.plot)
     return P.tolist()
