@@ -44,7 +44,7 @@ SAMPLE = 200                                                  # tokens of the sa
 # ---- settings: each field is a flag
 @dataclass
 class TrainConfig:
-    """Everything about a run that is not the network."""
+    """Hold everything about a run that is not the network."""
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
     size: str = opt("auto", "size of the network and of the run; auto: baby on CUDA, else tiny", ("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder, or a mix by weight: a.txt:0.4,b.jsonl:0.6")
@@ -152,9 +152,9 @@ def make_optimizers(model, tc, bfloat16=False):
 
 
 class Task:
-    """What a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns inputs
-    and targets, with mask and reset of documents that begin at multiples of period, as a function of (seed, number).
-    `launch` also needs vocab_size, data (what is read), finish(model, run). A checkpoint keeps `saved`."""
+    """Define what a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns
+    inputs and targets, with mask and reset of documents that begin at multiples of period, as a function of (seed,
+    number). `launch` also needs vocab_size, data (what is read), finish(model, run). A checkpoint keeps `saved`."""
     about, saved, columns = "", {}, []
     largest_norm = 1.0                                        # of the gradient, which is clipped
 
@@ -185,7 +185,7 @@ class Task:
 
 
 class Text(Task):
-    """Next-token prediction on a text."""
+    """Predict the next token of a text."""
     columns = ["val"]
 
     def __init__(self, tc, device, dtype, old=None):
