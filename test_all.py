@@ -1725,9 +1725,6 @@ def test_a_run_on_documents(tmp_path, capsys):
     flags = "--steps 4 --documents --seq-len 64"
     assert go(tmp_path / "a.jsonl", tmp_path / "out", *flags.split()) == 0
     assert re.search(r"multiple of 8 tokens; gaps take [1-4]\d\.\d%", capsys.readouterr().out)
-    assert train.main([*RUN, "--data", str(tmp_path / "a.jsonl"), "--init", str(tmp_path / "out"), "--out",
-                       str(tmp_path / "second"), *flags.split()]) == 0
-    assert "gaps take" in capsys.readouterr().out
     ckpt = train.load_checkpoint(tmp_path / "out")
     model, tc = train.rebuild(ckpt)[0].double(), train.TrainConfig(**ckpt["train"])
     task = train.Text(tc, CPU, torch.float32, ckpt)
@@ -2533,7 +2530,7 @@ ROOT = Path(omega.__file__).resolve().parent
 README, MORE, LADDER, SLIPS = ((ROOT / name).read_text(encoding="utf-8") for name in (
     "README.md", "results/README.md", "results/ladder.md", "results/paper.md"))
 LINES = dict(memory=155, muon=130, poly=130, omega=220, chunks=405, layer=298, shards=94, wiring=233, models=320,
-             common=330, train=536, data=375, recall=370, eval=440, episodic=253, bench=310, sample=105, test_all=2777)
+             common=330, train=536, data=375, recall=370, eval=440, episodic=253, bench=310, sample=105, test_all=2774)
 PROGRAM = 4566                                                # lines of all but test_all.py
 ORDER = "memory muon poly omega chunks layer shards wiring models train".split()         # no import runs to the right
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}

@@ -50,7 +50,7 @@ class TrainConfig:
     data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder, or a mix by weight: a.txt:0.4,b.jsonl:0.6")
     tokenizer: str = opt("char", "what a token is; gpt2: the byte pairs of GPT-2", choices=TOKENIZERS)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv, config.json; an earlier run moves to OUT/old-N")
-    resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings, but any device, threads, compile, lower rates")
+    resume: bool = opt(False, "go on from OUT/ckpt.pt; a --lr may be lower, --steps, --device and what is logged differ")
     init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and tokenizer")
     steps: int = opt(600, "optimizer steps", low=1)
     seed: int = opt(1337, "seed of weights, batches and dropout", high=2**40)
@@ -388,8 +388,8 @@ def open_logs(out, run, columns):
     logs = [csv.DictWriter(log.open("a", buffering=1), columns, lineterminator="\n").writerow]
     if tc["log_to"] == "wandb":
         import wandb
-        how = dict(id=run["wandb"], resume="allow")           # without an id it is a new run
-        run["wandb"] = wandb.init(project="atlas", name=tc["out"], config=tc | run["config"], **how).id
+        # without an id it is a new run
+        run["wandb"] = wandb.init(project="atlas", id=run["wandb"], resume="allow", config=tc | run["config"]).id
         logs.append(lambda row: wandb.log(row, step=row["step"]))
     if tc["log_to"] == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
