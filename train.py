@@ -50,7 +50,7 @@ class TrainConfig:
     data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder, or a mix by weight: a.txt:0.4,b.jsonl:0.6")
     tokenizer: str = opt("char", "what a token is; gpt2: the byte pairs of GPT-2", choices=TOKENIZERS)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv, config.json; an earlier run moves to OUT/old-N")
-    resume: bool = opt(False, "go on from OUT/ckpt.pt; a --lr may be lower, --steps, --device and what is logged differ")
+    resume: bool = opt(False, "go on from OUT/ckpt.pt; --lr may be lower, --steps, --device and logs may differ")
     init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and tokenizer")
     steps: int = opt(600, "optimizer steps", low=1)
     seed: int = opt(1337, "seed of weights, batches and dropout", high=2**40)
@@ -447,7 +447,8 @@ def parse(argv=None):
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="only draw the losses of runs")
+    parser.add_argument_group("no run").add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS,
+                                                     help="draw OUT/curves.png, the losses of runs")
     return vars(parser.parse_args(argv))
 
 
