@@ -2530,8 +2530,8 @@ ROOT = Path(omega.__file__).resolve().parent
 README, MORE, LADDER, SLIPS = ((ROOT / name).read_text(encoding="utf-8") for name in (
     "README.md", "results/README.md", "results/ladder.md", "results/paper.md"))
 LINES = dict(memory=155, muon=130, poly=130, omega=220, chunks=405, layer=298, shards=94, wiring=233, models=320,
-             common=330, train=537, data=375, recall=370, eval=440, episodic=253, bench=310, sample=105, test_all=2774)
-PROGRAM = 4567                                                # lines of all but test_all.py
+             common=330, train=537, data=375, recall=370, eval=440, episodic=255, bench=310, sample=105, test_all=2774)
+PROGRAM = 4569                                                # lines of all but test_all.py
 ORDER = "memory muon poly omega chunks layer shards wiring models train".split()         # no import runs to the right
 CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
 

@@ -37,7 +37,7 @@ RANK, PROCESSES = (int(n) if n.isdecimal() else -1 for n in map(os.environ.get, 
 FORMAT = 7                                                    # of checkpoints
 BETA2 = 0.95                                                  # decay of AdamW's second moment
 EVAL_WINDOWS = 64                                             # about, of validation while training, evenly spaced
-REPORT_TOKENS = 2_000_000                                     # of validation at the end, at most; eval.py reads more
+REPORT_TOKENS = 2_000_000                                     # of validation at the end, at most
 SAMPLE = 200                                                  # tokens of the sample at the end
 
 
