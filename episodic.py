@@ -55,13 +55,13 @@ NO_FLAG = "size tokenizer init grad_accum repeats log_to dtype compile remat doc
 
 def settings(given, old=None):
     """Return Settings and models.Config from flags and the checkpoint of --resume. Raise UserError where they clash."""
-    task = "grok" if (old["train"] if old else given).get("grok") else "episodes"
+    grok = (old["train"] if old else given).get("grok")
+    task, other = ("grok", "episodes") if grok else ("episodes", "grok")
     values = old["config"] | old["train"] if old else USUAL[task] | PRESETS[given.get("model", USUAL[task]["model"])]
-    if "modulus" not in values and old:
+    if wrong := given.keys() & {*USES[other].split()}:
+        raise UserError(f"{flag(min(wrong))} is no flag of {task}, but of {other}")
+    if old and "modulus" not in values:
         raise UserError(f"{old['path']} is no run of episodic.py; give its --out")
-    for other in USES.keys() - {task}:
-        if wrong := given.keys() & {*USES[other].split()}:
-            raise UserError(f"{flag(min(wrong))} is no flag of {task}, but of {other}")
     if old:
         train.keep_to(old, given.keys() - train.FREE - {"plot", "dtype"}, given)
     values |= given

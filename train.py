@@ -37,20 +37,20 @@ RANK, PROCESSES = (int(n) if n.isdecimal() else -1 for n in map(os.environ.get, 
 FORMAT = 7                                                    # of checkpoints
 BETA2 = 0.95                                                  # decay of AdamW's second moment
 EVAL_WINDOWS = 64                                             # about, of validation while training, evenly spaced
-REPORT_TOKENS = 2_000_000                                     # of validation at the end, at most; eval.py reads more
+REPORT_TOKENS = 2_000_000                                     # of validation at the end, at most
 SAMPLE = 200                                                  # tokens of the sample at the end
 
 
 # ---- settings: each field is a flag
 @dataclass
 class TrainConfig:
-    """Everything about a run that is not the network."""
+    """Hold everything about a run that is not the network."""
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
     size: str = opt("auto", "size of the network and of the run; auto: baby on CUDA, else tiny", ("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder, or a mix by weight: a.txt:0.4,b.jsonl:0.6")
     tokenizer: str = opt("char", "what a token is; gpt2: the byte pairs of GPT-2", choices=TOKENIZERS)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv, config.json; an earlier run moves to OUT/old-N")
-    resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings, but any device, threads, compile, lower rates")
+    resume: bool = opt(False, "go on from OUT/ckpt.pt; --lr may be lower, --steps, --device and logs may differ")
     init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and tokenizer")
     steps: int = opt(600, "optimizer steps", low=1)
     seed: int = opt(1337, "seed of weights, batches and dropout", high=2**40)
@@ -152,9 +152,9 @@ def make_optimizers(model, tc, bfloat16=False):
 
 
 class Task:
-    """What a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns inputs
-    and targets, with mask and reset of documents that begin at multiples of period, as a function of (seed, number).
-    `launch` also needs vocab_size, data (what is read), finish(model, run). A checkpoint keeps `saved`."""
+    """Define what a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns
+    inputs and targets, with mask and reset of documents that begin at multiples of period, as a function of (seed,
+    number). `launch` also needs vocab_size, data (what is read), finish(model, run). A checkpoint keeps `saved`."""
     about, saved, columns = "", {}, []
     largest_norm = 1.0                                        # of the gradient, which is clipped
 
@@ -185,7 +185,7 @@ class Task:
 
 
 class Text(Task):
-    """Next-token prediction on a text."""
+    """Predict the next token of a text."""
     columns = ["val"]
 
     def __init__(self, tc, device, dtype, old=None):
@@ -388,8 +388,8 @@ def open_logs(out, run, columns):
     logs = [csv.DictWriter(log.open("a", buffering=1), columns, lineterminator="\n").writerow]
     if tc["log_to"] == "wandb":
         import wandb
-        how = dict(id=run["wandb"], resume="allow")           # without an id it is a new run
-        run["wandb"] = wandb.init(project="atlas", name=tc["out"], config=tc | run["config"], **how).id
+        # without an id it is a new run
+        run["wandb"] = wandb.init(project="atlas", id=run["wandb"], resume="allow", config=tc | run["config"]).id
         logs.append(lambda row: wandb.log(row, step=row["step"]))
     if tc["log_to"] == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
@@ -447,7 +447,8 @@ def parse(argv=None):
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="only draw the losses of runs")
+    parser.add_argument_group("no run").add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS,
+                                                     help="draw OUT/curves.png, the losses of runs")
     return vars(parser.parse_args(argv))
 
 
