@@ -2,6 +2,7 @@
 import argparse
 import csv
 import importlib.util
+import json
 import os
 import platform
 import signal
@@ -65,8 +66,8 @@ def exit_code(task):
     except (MemoryError, RuntimeError) as fault:
         if not any(words in repr(fault) for words in ("MemoryError", "out of memory", "allocate memory", "ALLOC_FAIL")):
             raise
-        code, message = 1, ("out of memory; lower --batch-size, --seq-len, --chunk or the size, or train with --remat "
-                            "(--resume takes only that); files that were saved are intact")
+        code, message = 1, ("out of memory; lower --batch-size, --seq-len or --chunk, or train with --remat, which "
+                            "--resume takes, too; files that were saved are intact")
     print(f"error: {message}", file=sys.stderr, flush=True)
     return code
 
@@ -116,51 +117,49 @@ def add_flags(group, cls, presets, skip=()):
             group.add_argument(flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
 
-def add_device(parser, plot="", threads=0):
-    """Add --device and --threads; with the name of a picture --plot and --json, too."""
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
-    parser.add_argument("--threads", type=at_least(int, 0), default=threads, help=f"0: torch decides [{threads}]")
-    if plot:
-        parser.add_argument("--plot", nargs="?", const=plot, metavar="FILE", help=f"draw a picture [{plot}]")
-        parser.add_argument("--json", metavar="FILE", help="keep the results there")
-
-
-def at_least(kind, low, high=2**31 - 1):
-    """Return an argparse type: a number in [low, high]."""
+def add_number(parser, name, low, usual, help, high=2**31 - 1):
+    """Add a flag for a number in [low, high], whole if low is, or for several if `usual`, the default, is a list."""
     def number(text):
-        value = kind(text)
+        value = type(low)(text)
         if not low <= value <= high:                          # false for nan, too
             raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
         return value
-    return number
+    several, shown = (dict(nargs="+"), " ".join(map(str, usual))) if isinstance(usual, list) else ({}, usual)
+    parser.add_argument(name, type=number, default=usual, metavar="N", help=f"{help} [{shown}]", **several)
 
 
-def refuse_unused(given, tasks, uses):
-    """Raise UserError for a given flag that only other tasks use. uses[task] names flags; those in none are for all."""
-    for name in given:
-        users = [task for task in uses if name in uses[task].split()]
-        if users and not set(users) & set(tasks):
-            raise UserError(f"{flag(name)} is not a flag of {' or '.join(tasks)}, but of {', '.join(users)}")
+def add_device(parser, threads=0):
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
+    add_number(parser, "--threads", 0, threads, "0: torch decides")
 
 
-def task_flags(parser, argv, by_task, uses, cls):
-    """Return the flags that uses[task] allows, with defaults from by_task[task]; `config` holds the fields of cls."""
-    usual = vars(parser.parse_args(argv))
-    given = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(usual))))           # None: not given
-    given = {name: a for name, a in given.items() if a is not None}
-    refuse_unused(given, [usual["task"]], uses)
-    args = argparse.Namespace(**usual | by_task.get(usual["task"], {}) | given)
-    args.config = {f.name: vars(args).pop(f.name) for f in fields(cls) if hasattr(args, f.name)}
-    args.plot = args.plot and args.plot.replace("TASK", args.task)
-    return args
+def add_tasks(parser, tasks, plot, **how):
+    """Add a subcommand for each of tasks, {name: function}, --json for all and --plot for those that `plot` names.
+    Return their parsers. how: more arguments of `add_device`."""
+    group = parser.add_subparsers(dest="task", metavar="TASK", required=True, prog=parser.prog)
+    for name, run in tasks.items():
+        task = group.add_parser(name, help=run.__doc__.partition(".")[0], description=run.__doc__)
+        task.set_defaults(run=run, plot=None)
+        task.add_argument("--json", metavar="FILE", help="keep the results there")
+        if name in plot:
+            task.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE", help=f"draw them [{name}.png]")
+        add_device(task, **how)
+    return group.choices.values()
 
 
-def run_task(tasks, parse, argv):
-    """Run the task that the flags name on their device. Return the exit code."""
+def chosen(args, cls):
+    """Return the fields of a dataclass that were given as flags."""
+    return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
+
+
+def run_task(parse, argv):
+    """Run the task that the flags name on their device, keep what it returns with --json. Return the exit code."""
     def run():
         args = parse(argv)
         check_files(args.plot, args.json)
-        tasks[args.task](args, setup(args.device, args.threads))
+        results = args.run(args, setup(args.device, args.threads))
+        if args.json and results:
+            Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
     return exit_code(run)
 
 
@@ -227,26 +226,23 @@ def need(package, wanted=True):
         raise UserError(f"this needs {package}: pip install {package}")
 
 
-def picture(path, lines, x, y, log="", level=None, trained=None, marked=None):
-    """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with bands clipped to [0, 1], over axes named x and y. log
-    names the logarithmic axes. `level` is drawn as a dotted line, `trained` or `marked`, (x, label), as a vertical one.
-    No path: no picture."""
+def picture(path, lines, x, y, log="", level=None, marked=None):
+    """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with bands within [0, 1]. x, y name the axes; those in `log`
+    are logarithmic. `level` is a dotted line, marked, (x, label), a vertical one. No path: no picture."""
     if not path:
         return
-    need("matplotlib")
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     ax = figure.subplots(subplot_kw=dict(xlabel=x, ylabel=y))
     colours = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"     # Okabe, Ito: for all eyes
     for i, (label, (xs, ys, *spreads)) in enumerate(lines.items()):
-        style = dict(color=colours[i % 7], marker="os^vDPX"[i % 7], linestyle=("-", "--", ":")[i // 7 % 3])
-        ax.plot(xs, ys, label=label, markersize=4, markevery=max(1, len(xs) // 12), **style)
+        how = dict(color=colours[i % 7], marker="os^vDPX"[i % 7], linestyle="-" if i < 7 else "--")
+        ax.plot(xs, ys, label=label, markersize=4, markevery=max(1, len(xs) // 12), **how)
         for a in spreads:
             low, high = ((torch.tensor(ys) + sign * torch.tensor(a)).clamp(0, 1) for sign in (-1, 1))
-            ax.fill_between(xs, low, high, color=style["color"], alpha=0.15, linewidth=0)
+            ax.fill_between(xs, low, high, color=how["color"], alpha=0.15, linewidth=0)
     if level is not None:
         ax.axhline(level, color="gray", linestyle=":", label="guessing")
-    marked = marked if trained is None else (trained, "longest text in training")
     if marked:
         ax.axvline(marked[0], color="gray", linestyle="--", label=marked[1])
     for axis in log:
@@ -255,14 +251,6 @@ def picture(path, lines, x, y, log="", level=None, trained=None, marked=None):
     ax.grid(alpha=0.3)
     figure.legend(loc="outside upper center", fontsize=8, ncols=2)
     save(figure, path)
-
-
-def title(name):
-    """Return a preset, changed or not, as atlas,memory=mlp, in the words of a picture."""
-    words = dict(transformer="transformer (RoPE)", deltanet="DeltaNet", titans="Titans", omeganet="OmegaNet",
-                 atlas="ATLAS")
-    preset, *changes = name.split(",")
-    return ", ".join([words.get(preset, preset), *changes])
 
 
 def save(figure, path):
@@ -282,6 +270,7 @@ def curve(out, name):
 
 def plot(folders):
     """Draw the losses of runs over their steps."""
+    need("matplotlib")
     columns = dict(loss=", training", val=", validation")
     lines = {out + name: curve(out, column) for out in folders for column, name in columns.items()}
     lines = {label: line for label, line in lines.items() if line}
@@ -296,10 +285,9 @@ def setup(device_name, threads=0):
         raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
     torch.set_flush_denormal(True)                            # decayed gates fall below 1e-38, where Intel cores crawl
     torch.set_num_threads(threads or torch.get_num_threads())
-    cpu = getattr(torch.cpu, "get_capabilities", dict)()      # an older torch cannot tell
     if name == "cuda":
         torch.set_float32_matmul_precision("high")            # TF32
-    elif cpu.get("avx512_f") and cpu.get("sse4a"):            # an AMD core: no Intel core has SSE4a
+    elif cpu_has("avx512_f") and cpu_has("sse4a"):            # an AMD core: no Intel core has SSE4a
         torch.set_float32_matmul_precision("medium")          # oneDNN instead of MKL, which uses half of such a core
         a = torch.full((64, 64), 1 + 2**-12)
         if (a @ a)[0, 0] <= 64.01:                            # bfloat16 rounds a to 1: not exact on this core
@@ -307,12 +295,15 @@ def setup(device_name, threads=0):
     return torch.device(name)
 
 
+def cpu_has(name):
+    return getattr(torch.cpu, "get_capabilities", dict)().get(name)       # an older torch cannot tell
+
+
 def native_bfloat16(device):
     """Tell whether the device has instructions for bfloat16. A CPU without them takes many times as long."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability() >= (8, 0)
-    cpu = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
-    return bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
+    return bool(device.type == "cpu" and (cpu_has("avx512_bf16") or cpu_has("amx_bf16")))
 
 
 def pick_dtype(name, device):

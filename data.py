@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sys
 import urllib.request
 from functools import lru_cache, partial
@@ -21,7 +20,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from common import Parser, UserError, exit_code, locked, noted_signals, replacing, say
+from common import Parser, UserError, exit_code, locked, replacing, say
 
 SHAKESPEARE = Path(__file__).resolve().parent / "data" / "shakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -30,26 +29,25 @@ TOKENIZERS = ("char", "byte", "gpt2")
 END = b"<|endoftext|>"                                  # GPT-2's last token; it stands between documents
 JSON = ".json", ".jsonl"
 BORDER = "\ud800"                                       # half of a surrogate pair, which no UTF-8 text can hold
-BLOCK = 2**24                                           # characters or ids read at a time
-LOADED = 2**28                                          # ids of a slice of Joined that is loaded
+BLOCK = 2**24                                           # characters or ids that are worked on at a time
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"       # its words
 
 
 # ---- text and token files
 class Joined:
-    """Join arrays of ids to one. A slice of up to LOADED ids is loaded; a longer one stays on the disk."""
+    """Join arrays of ids to one, of which the first `length` count. A slice is loaded, the rest stays on the disk."""
 
-    def __init__(self, parts):
+    def __init__(self, parts, length=None):
         self.parts, self.edges = parts, np.cumsum([0, *map(len, parts)]).tolist()
+        self.length = self.edges[-1] if length is None else length
 
     def __len__(self):
-        return self.edges[-1]
+        return self.length
 
     def __getitem__(self, at):
         start, stop, _ = at.indices(len(self))
         inside = ((a, i) for a, i in zip(self.parts, self.edges) if i < stop and start < i + len(a))
-        parts = [a[max(0, start - i): stop - i] for a, i in inside]
-        return np.concatenate(parts) if 0 < stop - start <= LOADED else Joined(parts)
+        return np.concatenate([a[max(0, start - i): stop - i] for a, i in inside])
 
 
 class Corpus(NamedTuple):
@@ -59,7 +57,6 @@ class Corpus(NamedTuple):
     text: str = ""                                      # with BORDER between documents
     tokens: tuple = ()                                  # ids to train and to validate on, Joined uint16 files
     mix: tuple = ()                                     # (weight, Corpus) of each part
-    greatest: int = 0                                   # of the ids in tokens
 
     def splits(self, tokenizer, seq_len):
         """Return ids to train and to validate on, arrays (N,). Raises UserError where tokenizer or seq_len do not fit.
@@ -69,25 +66,23 @@ class Corpus(NamedTuple):
             mixed = []
             for end, ids in zip((max, min), zip(*parts)):
                 total = end(len(a) / weight for a, weight in zip(ids, weights))
-                counts = [divmod(round(total * weight), len(a)) for a, weight in zip(ids, weights)]
-                mixed.append(Joined([part for a, (n, rest) in zip(ids, counts) for part in [a] * n + [a[:rest]]]))
+                counts = [round(total * weight) for weight in weights]
+                mixed.append(Joined([Joined([a] * -(-n // len(a)), n) for a, n in zip(ids, counts)]))
             return tuple(mixed)
-        if not self.tokens:
-            return split(tokenizer.encode(self.text), seq_len, self.used)
-        if (shorter := min(map(len, self.tokens))) <= seq_len:
-            raise UserError(f"a split of {self.used} has {shorter} tokens, too few for --seq-len {seq_len}")
-        if self.greatest >= tokenizer.vocab_size:
-            raise UserError(f"{self.used} holds ids up to {self.greatest}; give the --tokenizer that made them")
-        return self.tokens
+        both = self.tokens or split(tokenizer.encode(self.text))
+        if (shorter := min(map(len, both))) <= seq_len:
+            raise UserError(f"{self.used} is too short: a split has {shorter} tokens, no more than --seq-len {seq_len}")
+        greatest = max((int(part.max()) for ids in self.tokens for part in ids.parts), default=0)
+        if greatest >= tokenizer.vocab_size:
+            raise UserError(f"{self.used} holds ids up to {greatest}; give the --tokenizer that made them")
+        return both
 
 
 def read(name):
-    """Return the Corpus of a name as --data takes it. Raises UserError for what cannot be read, is empty or not UTF-8.
-    'shakespeare' is data/shakespeare.txt beside this file, downloaded if missing. Without a network it is 'pydoc',
-    Python's own help text, which differs between its versions. A folder with token files (.bin, no meta.pkl) stands for
-    these, as nanoGPT or llm.c writes them, mapped, in any number of shards, each train or val by the last such word of
-    its name. Any other folder stands for its .txt, .json and .jsonl files, in subfolders too. Any other name is a UTF-8
-    file; .json and .jsonl give the "text" of each row. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
+    """Return the Corpus of a name as --data takes it. Raises UserError for what cannot be read.
+    'shakespeare' is data/shakespeare.txt, downloaded if missing. Without a network it is 'pydoc', Python's help text,
+    which differs between its versions. A folder stands for its token files, or else for its .txt, .json and .jsonl
+    files, in subfolders too; any other name for a file. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
     weighted = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
     if all(weighted):
         mix = tuple((float(part[2]), read(part[1])) for part in weighted)
@@ -97,94 +92,84 @@ def read(name):
         digest = hashlib.sha256(" ".join(f"{part.sha256}:{weight}" for weight, part in mix).encode())
         train, val = zip(*(split(part.text) for _, part in mix))
         return Corpus(used, digest.hexdigest(), "".join(train + val), mix=mix)
-    parts, names = ("train", "val"), sorted(glob.glob("*.bin", root_dir=name))                      # no hidden names
-    kinds = [[word for word in re.findall(r"[^\W\d_]+", file.lower()) if word in parts][-1:] for file in names]
-    files = [[file for file, kind in zip(names, kinds) if kind == [part]] for part in parts]
-    if (ours := any(files) and not Path(name, "meta.pkl").exists()) and [] in kinds:
-        raise UserError(f"{Path(name, names[kinds.index([])])} is neither train nor val by its name; rename or move it")
-    if ours and all(files):
-        tokens = [[_token_file(Path(name, file)) for file in part] for part in files]
-        digest, greatest = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    if any(tokens := _token_files(Path(name))):
         for ids in sum(tokens, []):
-            for i in range(0, len(ids), BLOCK):         # not by the map: its pages would count as memory in use
-                block = np.fromfile(ids.filename, "<u2", BLOCK, offset=ids.offset + 2 * i)
-                digest.update(block)
-                greatest = max(greatest, int(block.max()))
-        return Corpus(str(name), digest.hexdigest(), tokens=tuple(map(Joined, tokens)), greatest=greatest)
+            digest.update(ids)
+        return Corpus(str(name), digest.hexdigest(), tokens=tuple(map(Joined, tokens)))
     used, pieces = texts(name)
     text = "".join(pieces)
-    return Corpus(used, hashlib.sha256(text.replace(BORDER, "\n").encode()).hexdigest(), text)
+    digest.update(text.replace(BORDER, "\n").encode())
+    return Corpus(used, digest.hexdigest(), text)
 
 
-def _token_file(path):
-    """Return the ids of a token file, uint16, mapped. Raises UserError for what holds no ids of two bytes."""
-    size, head = path.stat().st_size, np.fromfile(path, "<i4", 256)
-    first = 1024 * (len(head) == 256 and head[0] in (20240520, 20240801))          # llm.c's header of uint16, uint32
-    ids = np.fromfile(path, "<u2", 2**16, offset=first)
-    if len(ids) >= 64 and ids[1::2].max() < 4 <= ids[::2].max() or first and head[1] != 1:
-        raise UserError(f"{path} holds ids of four bytes; write it again with two, as uint16 (python data.py does)")
-    if size % 2 or not len(ids) or first and head[2] != (size - first) // 2:
-        raise UserError(f"{path} is empty or cut off: {size:,} bytes are not the ids of two bytes; write it again")
-    return np.memmap(path, "<u2", "r", first)           # of mode "c" all would have to fit into memory
+def _token_files(folder):
+    """Return two lists of uint16 arrays, the files to train and to validate on: .bin of nanoGPT or llm.c, whose names
+    have the word train or val. They stay on the disk. Raises UserError for other names or ids."""
+    files = {"train": [], "val": []}
+    for path in sorted(folder.glob("[!.]*.bin")) if not (folder / "meta.pkl").exists() else ():
+        kinds = files.keys() & re.split(r"[\W\d_]+", path.name.lower())
+        if len(kinds) != 1:
+            raise UserError(f"{path}: is it train or val? rename it to tell, or move it")
+        size, head = path.stat().st_size, np.fromfile(path, "<i4", 3)
+        first = 1024 * (len(head) == 3 and head[0] in (20240520, 20240801))        # llm.c's header of uint16, uint32
+        ids = np.fromfile(path, "<u2", 2**16, offset=first)
+        wide = len(ids) >= 64 and ids[1::2].max() < 4 <= ids[::2].max()
+        if wide or size % 2 or not len(ids) or first and head[2] != (size - first) // 2:
+            raise UserError(f"{path} is empty, cut off, or of four bytes an id; write it as uint16, like data.py")
+        files[kinds.pop()].append(np.memmap(path, "<u2", "r", first))              # of mode "c" all would be in memory
+    return list(files.values())
 
 
 def texts(name):
-    """Return what is really read for a name, and an iterator over its text in pieces, BORDER between documents."""
+    """Return what is really read for a name, and its documents, each but the first with a BORDER before it."""
     if name == "pydoc" or name == "shakespeare" and not _shakespeare():
         from pydoc_data.topics import topics
         return "pydoc", ["\n".join(topics[topic] for topic in sorted(topics))]
-    return str(name), _pieces(SHAKESPEARE if name == "shakespeare" else Path(name))
+    return str(name), _documents(SHAKESPEARE if name == "shakespeare" else Path(name))
 
 
-def _pieces(name):
-    """Yield the text of a file or folder in pieces, and say how far it is. Raises UserError where there is none."""
-    paths, seen, n = _text_files(name) if name.is_dir() else [name], 0, 0
-    for i, path in enumerate(map(Path, paths), 1):
-        begins = True
-        for text in _parts(path):
-            if text.strip() or not begins:              # no empty row or file
-                yield BORDER * (begins and n > 0) + text
-                n, begins, seen = n + begins, path.suffix.lower() in JSON, seen + len(text)
-                if seen % (4 * BLOCK) < len(text):      # not too often
-                    print(f"data: read {seen:,} characters, {i - 1} of {len(paths)} files in {name}", file=sys.stderr)
+def _documents(name):
+    """Yield the documents of a file or folder, and say how far it is. Raises UserError for what cannot be read."""
+    paths, length, n, row = [name], 0, 0, 0
+    if name.is_dir():                                   # each real file once, whatever links to it; glob skips .hidden
+        inside = [f"{name}/{path}" for path in sorted(glob.glob("**", root_dir=name, recursive=True), reverse=True)]
+        paths = sorted({os.path.realpath(p): p for p in inside if p.lower().endswith((".txt", *JSON))}.values())
+    try:
+        for i, path in enumerate(map(Path, paths)):
+            for row, text in enumerate(_rows(path), 1):
+                if text.strip():
+                    yield BORDER * (n > 0) + text
+                    n, length = n + 1, length + len(text)
+                    if length % (4 * BLOCK) < len(text):                           # not too often
+                        print(f"data: read {length:,} characters, {i} of {len(paths)} files in {name}", file=sys.stderr)
+            row = 0
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fault = f"{type(error).__name__} {error}" + f" after row {row}" * (row > 0)
+        raise UserError(f"cannot read {path}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), JSON of "
+                        'objects whose "text" is a string, or, to train, a mix with weights, a.txt:0.4,b.txt:0.6'
+                        ) from None
     if not n:
         raise UserError(f"no text in {name}; give --data a text (gunzip .gz), or a folder of texts or of token files")
-    if n > 1 or name.is_dir():
-        print(f"data: {seen:,} characters, {n:,} documents, {len(paths)} files in {name}", file=sys.stderr)
+    if n > 1:
+        print(f"data: {length:,} characters, {n:,} documents, {len(paths)} files in {name}", file=sys.stderr)
 
 
-def _text_files(folder):
-    """Return the paths of a folder's text files in order, each real file once, whatever links to it or its folder."""
-    folders, found = {}, []
-    for at, inside, names in os.walk(folder, followlinks=True):
-        if folders.setdefault(os.path.realpath(at), at) != at:
-            names = inside[:] = []
-        inside[:] = sorted(sub for sub in inside if sub[0] != ".")                 # .ipynb_checkpoints, ._a.txt
-        found += [os.path.join(at, a) for a in names if a[0] != "." and a.lower().endswith((".txt", *JSON))]
-    return sorted({os.path.realpath(path): path for path in sorted(found, reverse=True)}.values())
-
-
-def _parts(path):
-    """Yield the texts of the rows of JSON, or blocks of a text, line ends as they are. Raises UserError naming the
-    file, and the line of .jsonl, that cannot be read."""
-    kind, number = path.suffix.lower(), 0
+def _rows(path):
+    """Yield the text of a file, or the "text" of each row of JSON."""
+    kind = path.suffix.lower()
     if kind == ".bin":
-        raise UserError(f"{path} is a token file by its name; give --data the folder of train.bin and val.bin")
-    try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="\n") as file:
-            blocks = file if kind == ".jsonl" else iter(partial(file.read, -1 if kind in JSON else BLOCK), "")
-            for number, block in enumerate(blocks, 1):
-                rows = dict(text=block) if kind not in JSON else json.loads(block.rstrip()) if block.strip() else []
-                for row in rows if isinstance(rows, list) else [rows]:
-                    # fails for JSON's "\\ud800", and then for bytes that are not UTF-8
-                    row["text"].encode(errors="surrogateescape").decode()
-                    yield row["text"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        where = f", {'line' if kind == '.jsonl' else 'block'} {number}" if number else ", a link" * path.is_symlink()
-        fault = f"{type(error).__name__} {error}".replace("line 1 column", "column")
-        fault = '"text" is no string' if isinstance(error, AttributeError) else fault
-        raise UserError(f"cannot read {path}{where}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), "
-                        'JSON of objects with a "text", or a mix with weights, a.txt:0.4,b.jsonl:0.6') from None
+        raise ValueError("a token file by its name, which is read by that of its folder")
+    with path.open("rb") as file:
+        if kind == ".jsonl":
+            rows = (json.loads(line) for line in file if line.strip())
+        elif kind == ".json":
+            rows = json.load(file)
+        else:
+            rows = [dict(text=file.read().decode("utf-8-sig"))]
+        for row in [rows] if isinstance(rows, dict) else rows:
+            row["text"].encode()                        # fails for half of a surrogate pair, as BORDER is
+            yield row["text"]
 
 
 def _shakespeare():
@@ -203,9 +188,8 @@ def _shakespeare():
 
 # ---- tokenizers
 class Tokenizer:
-    """Turn text into ids and back. tokens[id] is the UTF-8 bytes of an id, so one table decodes all kinds: char (the
-    sorted characters of a text), byte (all 256), gpt2 (GPT-2's 50257). `end` is the id of END, the last: always in byte
-    and gpt2, in char if the text has several documents; else None.
+    """Turn text into ids and back. tokens[id] is the UTF-8 bytes of an id, of all kinds: char (the sorted characters of
+    a text), byte (all 256), gpt2 (GPT-2's 50257). `end` is the id of END; None for characters of a single document.
     Where a text itself says <|endoftext|>, that becomes ordinary tokens."""
 
     def __init__(self, kind, tokens):
@@ -286,11 +270,9 @@ def make_tokenizer(kind, text):
 
 
 # ---- batches
-def split(ids, seq_len=-1, name="the text"):
-    """Return the first 90 % of ids, to train, and the rest, to validate. Raises UserError unless it exceeds seq_len."""
+def split(ids):
+    """Return the first 90 % of ids, to train, and the rest, to validate."""
     cut = len(ids) * 9 // 10
-    if (n := len(ids) - cut) <= seq_len:
-        raise UserError(f"{name} is too short: validation keeps {n} tokens, no more than --seq-len {seq_len}")
     return ids[:cut], ids[cut:]
 
 
@@ -365,22 +347,18 @@ def repeated(x, y, share, on, seed, number):
 # ---- python data.py
 def make_files(args):
     """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does. The end of a BLOCK may cut a word."""
-    if re.search(r",|:[\d.]+$", args.data) and not Path(args.data).exists():
-        raise UserError("data.py takes one name; make token files of each, and train on --data tokens1:0.4,tokens2:0.6")
-    with locked(args.out), noted_signals("stopping soon") as noted, replacing(args.out / "train.bin") as whole:
+    with locked(args.out), replacing(args.out / "train.bin") as whole:
         if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
             raise UserError(f"{args.out} already holds token files; give another --out")
         tokenizer = make_tokenizer(args.tokenizer, "")
         with whole.open("wb") as file:                  # all ids, until val.bin has the last tenth
             for text in texts(args.data)[1]:
-                file.write(tokenizer.encode(text).astype("<u2").tobytes())
-                if noted:
-                    raise KeyboardInterrupt(noted[0])
-            train, val = split(range(file.tell() // 2), 1, args.data)
-        with replacing(args.out / "val.bin") as tail, whole.open("rb+") as source, tail.open("wb") as target:
-            source.seek(2 * len(train))
-            shutil.copyfileobj(source, target)
-            source.truncate(2 * len(train))
+                for i in range(0, len(text), BLOCK):
+                    file.write(tokenizer.encode(text[i: i + BLOCK]).astype("<u2").tobytes())
+        train, val = split(np.memmap(whole, "<u2", "r"))
+        with replacing(args.out / "val.bin") as tail:
+            val.tofile(tail)
+        os.truncate(whole, 2 * len(train))
     say(f"data: {len(train):,} and {len(val):,} ids; use them with --data {args.out} --tokenizer {args.tokenizer}")
 
 

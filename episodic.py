@@ -13,7 +13,6 @@ unseen text and sums twice: with the state of the storage phase, and with a new 
 """
 import re
 import sys
-from argparse import SUPPRESS
 from collections import Counter
 from dataclasses import dataclass, fields
 
@@ -21,26 +20,25 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, curve, exit_code, need, opt, picture, refuse_unused, say
-from data import BORDER
+from common import Parser, UserError, add_flags, curve, exit_code, flag, need, opt, picture, say
+from data import BORDER, split
 from models import PRESETS, Config, Memory
 
 RETRIEVAL = 10                        # weight of the retrieval phase; storage has 1
+BATCHES = 4                           # in a test episode; training episodes have 1, 2, .. of them in turn
+TESTS = 10                            # test episodes in an evaluation
+MASKS = 4                             # words masked in each sequence
+SUMS = 0.5                            # share of batches that are sums; the others are text
+WORDS = 2000                          # size of the vocabulary, the most frequent words of the text
 CONTEXT, COMMON = 3, 50               # least number of words before a masked one; the most frequent are never masked
+EMBED_START = 0.02                    # of grok: size of the initial embedding, in multiples of models.LM's
 
 
 @dataclass
 class Settings(train.TrainConfig):
     """Hold everything about a run that is not the network: the fields of train.TrainConfig, and these."""
-    task: str = opt("episodes", "episodes, or grok: modular addition", choices=("episodes", "grok"))
+    grok: bool = opt(False, "modular addition instead of episodes")
     modulus: int = opt(97, "modulus of the sums, odd", low=11)
-    batches: int = opt(4, "batches in a test episode; training episodes have 1, 2, .. of them in turn", low=1)
-    masks: int = opt(4, "words masked in each sequence", low=1)
-    arithmetic: float = opt(0.5, "share of batches that are sums; the others are text")
-    eval_windows: int = opt(10, "test episodes in an evaluation", low=1)
-    words: int = opt(2000, "size of the vocabulary, the most frequent words of the text", low=COMMON + 1)
-    share: float = opt(0.9, "share of all sums to train on; the others are held out (grok: 0.5)")
-    embed_start: float = opt(0.02, "grok only: size of the initial embedding, in multiples of models.LM's")
     stablemax: bool = opt(True, "grok only: stablemax instead of softmax")
     perp_grad: bool = opt(True, "grok only: remove the gradient's part along the weights")
     plot: bool = opt(False, "draw OUT/curves.png at the end")
@@ -49,29 +47,30 @@ class Settings(train.TrainConfig):
 # what differs from the defaults, of the run and of the network; the model's preset wins
 USUAL = {"episodes": dict(out="out-episodes", model="omeganet", seq_len=24, batch_size=8, steps=600, optimizer="muon",
                           lr=3e-3, embed_lr=0.3, n_layer=1, n_embd=192, n_head=8, head_dim=16, chunk=24, tie=True),
-         "grok": dict(out="out-grok", model="transformer", seq_len=3, batch_size=512, steps=800, lr=2e-3, beta2=0.98,
-                      weight_decay=1.5, grad_clip=0.0, share=0.5, n_layer=1, n_embd=128, n_head=4)}
-USES = dict(episodes="data seq_len optimizer embed_lr gates_lr outer_muon_lr batches masks arithmetic eval_windows "
-                     "words", grok="embed_start stablemax perp_grad")
-NO_FLAG = ("size tokenizer init grad_accum wandb tensorboard dtype compile remat documents "
-           "report_tokens memory_dtype graph").split()
+         "grok": dict(out="out-grok", model="transformer", seq_len=3, batch_size=512, steps=800, lr=2e-3,
+                      weight_decay=1.5, n_layer=1, n_embd=128, n_head=4)}
+USES = dict(episodes="data seq_len optimizer embed_lr gates_lr outer_muon_lr", grok="stablemax perp_grad")
+NO_FLAG = "size tokenizer init grad_accum repeats log_to dtype compile remat documents".split()
 
 
 def settings(given, old=None):
     """Return Settings and models.Config from flags and the checkpoint of --resume. Raise UserError where they clash."""
-    task = (old["train"] if old else given).get("task", "episodes")
-    run = old["config"] | old["train"] if old else USUAL[task] | PRESETS[given.get("model", USUAL[task]["model"])]
-    if old and "modulus" not in run:
+    grok = (old["train"] if old else given).get("grok")
+    task, other = ("grok", "episodes") if grok else ("episodes", "grok")
+    values = old["config"] | old["train"] if old else USUAL[task] | PRESETS[given.get("model", USUAL[task]["model"])]
+    if wrong := given.keys() & {*USES[other].split()}:
+        raise UserError(f"{flag(min(wrong))} is no flag of {task}, but of {other}")
+    if old and "modulus" not in values:
         raise UserError(f"{old['path']} is no run of episodic.py; give its --out")
-    refuse_unused(given, [task], USES)
     if old:
         train.keep_to(old, given.keys() - train.FREE - {"plot", "dtype"}, given)
-    run = {name: a for name, a in run.items() if name not in train.LAUNCH} | given
-    tc = Settings(**{f.name: run.pop(f.name) for f in fields(Settings) if f.name in run})
-    if not (tc.modulus % 2 and tc.arithmetic <= 1 and 0 < tc.share <= 0.99 and (tc.seq_len > 5 or tc.task == "grok")):
-        raise UserError("--modulus is odd, --arithmetic at most 1, --share in (0, 0.99], --seq-len of episodes above 5")
+    values |= given
+    made_of = lambda cls: cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+    tc, config = made_of(Settings), made_of(Config)
+    if tc.modulus % 2 == 0 or tc.seq_len <= 5 and not tc.grok:
+        raise UserError("--modulus is odd, and --seq-len of episodes above 5")
     need("matplotlib", tc.plot)
-    return tc, Config(**run)
+    return tc, config
 
 
 def sums(p, share, seed):
@@ -85,7 +84,7 @@ def sums(p, share, seed):
 
 
 class Watched(train.Task):
-    """Say and draw at the end what was measured, as both tasks do."""
+    """Say and draw at the end what was measured."""
 
     def finish(self, model, run):
         say("done: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a))
@@ -101,14 +100,14 @@ class Episodes(Watched):
     def __init__(self, tc, device, dtype, old=None):
         super().__init__(tc, device, dtype)
         corpus = train.read_text(tc.data, old)
-        found = re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|[^\w\s]", corpus.text.replace(BORDER, "\n").lower())
-        cut = len(found) * 9 // 10                            # the last tenth is for tests
-        ids = {word: i for i, (word, _) in enumerate(Counter(found[:cut]).most_common(tc.words))}
+        text = re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|[^\w\s]", corpus.text.replace(BORDER, "\n").lower())
+        cut = len(text) * 9 // 10                             # the last tenth is for tests
+        ids = {word: i for i, (word, _) in enumerate(Counter(text[:cut]).most_common(WORDS))}
         self.words = V = len(ids)
-        if V <= COMMON or len(found) - cut < tc.seq_len:
-            raise UserError(f"--data {tc.data} has {len(found)} words, {V} of them different: give more text")
-        ids = torch.tensor([ids.get(word, V) for word in found])
-        self.text, self.pairs = (ids[:cut], ids[cut:]), sums(tc.modulus, tc.share, tc.seed)
+        if V <= COMMON or len(text) - cut < tc.seq_len:
+            raise UserError(f"--data {tc.data} has {len(text)} words, {V} of them different: give more text")
+        self.text = split(torch.tensor([ids.get(word, V) for word in text]))
+        self.pairs = sums(tc.modulus, 0.9, tc.seed)
         self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), V + 5 + tc.modulus
         self.about = f"{V:,} words, {len(self.pairs[0]):,} sums to train, {len(self.pairs[1]):,} held out"
 
@@ -120,13 +119,13 @@ class Episodes(Watched):
             first = torch.randint(len(text) - T + 1, (tc.batch_size, 1), generator=random)
             kind, shown = "language", text[first + torch.arange(T)]
             may = (COMMON <= shown) & (shown < V) & (torch.arange(T) >= CONTEXT)           # be masked
-            if torch.rand((), generator=random) < tc.arithmetic:
+            if torch.rand((), generator=random) < SUMS:
                 a, b = pairs[torch.randint(len(pairs), (tc.batch_size, -(-T // 6)), generator=random)].unbind(-1)
                 plus, equals, stop = (torch.full_like(a, V + i) for i in (2, 3, 4))
                 row = V + 5 + a, plus, V + 5 + b, equals, V + 5 + (a + b) % tc.modulus, stop
                 kind, shown, may = "arithmetic", torch.stack(row, -1).flatten(1)[:, :T], torch.arange(T) % 6 == 4
             lots = torch.rand(shown.shape, generator=random) * may
-            masked = may & (lots >= lots.topk(min(tc.masks, T)).values[:, -1:])
+            masked = may & (lots >= lots.topk(min(MASKS, T)).values[:, -1:])
             batch = shown, shown.masked_fill(masked, V + 1), shown.where(masked, -100)
             yield kind, *(a.to(self.device) for a in batch)
 
@@ -146,8 +145,8 @@ class Episodes(Watched):
 
     def loss(self, model, step):
         """Return the loss of an episode of 1, 2, .. batches in turn: storage, then retrieval with the state it left."""
-        _, shown, asked, answers = zip(*self.draw(step, 1 + step % self.tc.batches, 0))
-        self.seen += 2 * sum(x.numel() for x in shown)
+        _, shown, asked, answers = zip(*self.draw(step, 1 + step % BATCHES, 0))
+        self.tokens_read += 2 * sum(x.numel() for x in shown)
         following, state, total = [F.pad(x[:, 1:], (0, 1), value=-100) for x in shown], None, 0.0
         for weight, batches, targets in (1, shown, following), (RETRIEVAL, asked, answers):
             said, y = [], torch.cat(targets).flatten()
@@ -160,8 +159,8 @@ class Episodes(Watched):
     def measure(self, model):
         """Return the share of right answers in tests, a dict of the columns; nan where nothing was asked."""
         right = {name: [] for name in self.columns}
-        for number in range(self.tc.eval_windows):
-            kinds, shown, asked, answers = zip(*self.draw(number, self.tc.batches, 1))
+        for number in range(TESTS):
+            kinds, shown, asked, answers = zip(*self.draw(number, BATCHES, 1))
             for how, state in ("carried", model(torch.cat(shown, 1), None)[1]), ("reset", None):
                 said = model(torch.cat(asked, 1), state)[0].split(self.tc.seq_len, 1)
                 for kind, logits, y in zip(kinds, said, answers):
@@ -199,21 +198,22 @@ def circles(E, top=5):
 class Grok(Watched):
     """Add modulo p: a, b, "=" -> a + b."""
     columns = "fitted held_out concentration random_concentration circular_fit random_fit".split()
+    largest_norm = torch.inf
 
     def __init__(self, tc, device, dtype, old=None):
         super().__init__(tc, device, dtype)
         self.p, self.vocab_size, self.data = tc.modulus, tc.modulus + 1, dict(used="sums", sha256="")
-        self.shown, self.held_out = (pairs.to(device) for pairs in sums(tc.modulus, tc.share, tc.seed))
+        self.shown, self.held_out = (pairs.to(device) for pairs in sums(tc.modulus, 0.5, tc.seed))
         self.about = f"{len(self.shown):,} to train, {len(self.held_out):,} held out, modulo {self.p}"
 
     def begin(self, model):
         """Make the embedding small: what is random there hides the circles until it decays."""
-        model.embed.weight *= self.tc.embed_start
+        model.embed.weight *= EMBED_START
 
     def optimizers(self, model):
         """Return AdamW, under which all weights decay, the embedding too."""
         tc, weights = self.tc, list(model.parameters())
-        adamw = torch.optim.AdamW(weights, tc.lr, (0.9, tc.beta2), weight_decay=tc.weight_decay, fused=True)
+        adamw = torch.optim.AdamW(weights, tc.lr, (0.9, 0.98), weight_decay=tc.weight_decay, fused=True)
         if tc.perp_grad:
             adamw.register_step_pre_hook(lambda *_: perpendicular(weights))
         return [adamw]
@@ -225,7 +225,7 @@ class Grok(Watched):
     def loss(self, model, step):
         random, n = torch.Generator().manual_seed(1_000_003 * self.tc.seed + step), self.tc.batch_size
         pairs = self.shown[torch.randint(len(self.shown), (n,), generator=random).to(self.shown.device)]
-        self.seen += 3 * n
+        self.tokens_read += 3 * n
         normal = log_stablemax if self.tc.stablemax else F.log_softmax
         return F.nll_loss(normal(self.logits(model, pairs), -1), pairs.sum(1) % self.p)
 
@@ -240,14 +240,14 @@ class Grok(Watched):
 
 
 def main(argv=None):
-    parser = Parser(prog="episodic.py", description=__doc__, epilog="In [] is what --task episodes has.")
+    parser = Parser(prog="episodic.py", description=__doc__, epilog="In [] is what episodes have.")
     usual = {**USUAL["episodes"], **PRESETS[USUAL["episodes"]["model"]]}
     add_flags(parser.add_argument_group("the run"), Settings, usual, skip=NO_FLAG)
     add_flags(parser.add_argument_group("the network"), Config, usual, skip=(*train.NO_FLAG, "polarise"))
-    parser.add_argument("--grok", dest="task", action="store_const", const="grok", default=SUPPRESS, help="--task grok")
     given = vars(parser.parse_args(argv))
-    given = {"out": USUAL[given.get("task", "episodes")]["out"], "compile": False, "dtype": "float32", **given}
-    make_task = lambda tc, *how: (Grok if tc.task == "grok" else Episodes)(tc, *how)
+    out = USUAL["grok" if given.get("grok") else "episodes"]["out"]
+    given = {"out": out, "compile": False, "dtype": "float32", **given}
+    make_task = lambda tc, *how: (Grok if tc.grok else Episodes)(tc, *how)
     return exit_code(lambda: train.launch(given, settings, make_task, text=False))
 
 

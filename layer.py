@@ -29,18 +29,18 @@ from memory import at_least_float32, unit, without_autocast
 
 def settings(**given):
     """Return the settings of a Memory: ATLAS with a matrix, changed by `given`. models.Config explains each."""
-    usual = dict(n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=4, memory_norm=False, loss="l2",
-                 window=1, chunk=64, error="token", momentum=True, muon=True, muon_every=0, ns_steps=3,
-                 ns_coefficients="cubic", features="monomial", degree=2, sketch_dim=64, keep=True, forget="start",
-                 conv=True, lookback=2, window_gate="token", max_step=1.0, step_start=0.0, max_norm=50.0)
+    usual = dict(n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=4, loss="l2", window=1, chunk=64,
+                 error="token", momentum=True, muon=True, muon_every=0, ns_steps=3, ns_coefficients="cubic",
+                 features="monomial", degree=2, keep=True, forget="start", conv=True, max_step=1.0, max_norm=50.0)
     return SimpleNamespace(**usual | given)
 
 
 def rule(c):
     """Return the omega.Rule of settings. Its muon_every is 0 without Newton-Schulz."""
     block = min(c.muon_every or c.chunk, c.chunk) if c.muon else 0
-    return omega.Rule(c.memory, c.loss, c.window, c.chunk, block, c.ns_steps, c.ns_coefficients, c.forget,
-                      c.memory_norm, c.max_norm, c.error)
+    norm = c.loss == "dot" and c.memory != "linear"                                              # choice 11
+    return omega.Rule(c.memory, c.loss, c.window, c.chunk, block, c.ns_steps, c.ns_coefficients, c.forget, norm,
+                      c.max_norm, c.error)
 
 
 # ---- parts that attention uses, too
@@ -112,12 +112,12 @@ class Memory(nn.Module):
         super().__init__()
         self.config = config
         c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
-        self.looks_back = c.conv and c.lookback == layer + 1
+        self.looks_back = c.conv and layer == 1               # choice 23
         self.qkv = nn.Linear(d, 3 * inner, bias=False)
         self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
-        self.n_gates = [1, 1, int(c.momentum), c.window if c.window_gate == "token" else 0]      # as in make_gates
+        self.n_gates = [1, 1, int(c.momentum), c.window]      # as in make_gates
         self.gates = nn.Linear(d, H * sum(self.n_gates))
-        self.phi = poly.Features(c.features, c.head_dim, c.degree, c.sketch_dim, seed=layer)
+        self.phi = poly.Features(c.features, c.head_dim, c.degree, seed=layer)
         shapes = memory.shapes(c.memory, self.phi.out_dim, c.expansion * c.head_dim, c.head_dim)
         self.M0 = nn.ParameterList(nn.Parameter(torch.zeros(H, *shape)) for shape in shapes)
         self.period = c.chunk                                 # tokens between two places where a text may begin
@@ -133,7 +133,7 @@ class Memory(nn.Module):
             nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
         for M0 in (self.M0, getattr(self, "global_M0", ())):  # x W is as long as 2 phi(k); it adds little (choice 10)
             for W in M0:
-                last = 1.0 if c.memory_norm else 0.25
+                last = 1.0 if rule(c).norm else 0.25
                 std = 0.0 if c.memory == "linear" else last if W is M0[-1] else 2.0
                 nn.init.normal_(W, std=std * M0[-1].shape[1] ** -0.5)
         if self.looks_back:                                   # k_t starts as q_{t-1}, so a query finds what came next
@@ -144,9 +144,9 @@ class Memory(nn.Module):
                 self.conv[-1, n:2 * n] *= 0.1                 # not 0: the first key needs a direction
         nn.init.normal_(self.gates.weight, std=0.02)
         keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)       # 0.73 .. 0.998, by head  (choice 16)
-        step, others = torch.full((H, 1), c.step_start), torch.zeros(H, sum(self.n_gates[2:]))   # 1/4 of its bound, 1/2
+        others = torch.zeros(H, sum(self.n_gates[1:]))        # a step of 1/4 of its bound; momentum and gate 1/2
         with torch.no_grad():
-            self.gates.bias.copy_(torch.cat([keep[:, None], step, others], 1).flatten())
+            self.gates.bias.copy_(torch.cat([keep[:, None], others], 1).flatten())
 
     def make_gates(self, x):
         """Return the omega.Gates of x: keep, step, momentum (B, H, T) and gate (B, H, T, window), token by token."""
@@ -159,8 +159,7 @@ class Memory(nn.Module):
         keep = 1 - forgets if c.keep else torch.ones_like(opened)                                # alpha
         momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None                        # theta
         step = opened * self.most(momentum)                                                      # eta
-        gate = gate.sigmoid() if c.window_gate == "token" else gate.new_ones(*keep.shape, c.window)              # gamma
-        return omega.Gates(keep, step, momentum, gate / c.window)                                # choice 6
+        return omega.Gates(keep, step, momentum, gate.sigmoid() / c.window)                      # gamma: choice 6
 
     def most(self, momentum):
         """Return the bound of the step. A chunk is one big step; else momentum repeats it 1 / (1 - momentum) times."""
@@ -236,7 +235,7 @@ class Memory(nn.Module):
     def recall(self, q, W, keys=None):
         """Return M(phi(q); W) for q (B, H, T, D); keys: those that `exp` features keep."""
         c, rows = self.config, self.phi(q) if keys is None else poly.kernel_rows(q, keys)
-        return memory.apply(c.memory, W, rows, q, c.memory_norm)
+        return memory.apply(c.memory, W, rows, q, rule(c).norm)
 
 
 # ---- states. That of an LM is a tuple of one for each layer; these functions take both
@@ -269,7 +268,7 @@ def state_bytes(state):
 def fits(config):
     """Return the settings on which the state of a layer depends, those that it has."""
     names = ("attention attn_window chunk degree expansion features forget head_dim memory momentum muon "
-             "muon_every n_head shard sketch_dim window wiring").split()
+             "muon_every n_head shard window wiring").split()
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 

@@ -42,8 +42,7 @@ class Config:
     persistent: int = opt(4, "MAG, MAL and MAC only: learned tokens before the sequence")
     memory: str = opt("linear", "what the memory is: a matrix, an MLP (Eq 42) or a gated MLP (Eq 43)", MEMORIES)
     expansion: int = opt(4, "hidden width of an MLP memory, in multiples of --head-dim", low=1)
-    memory_norm: bool = opt(False, "normalise (RMS) what an MLP memory adds to its residual")
-    loss: str = opt("l2", "inner loss (attentional bias)", LOSSES)
+    loss: str = opt("l2", "inner loss (attentional bias); with dot what an MLP adds is normalised (RMS)", LOSSES)
     window: int = opt(8, "tokens that the Omega rule looks back on (the paper's c); 1: Titans", low=1)
     chunk: int = opt(64, "tokens that share one gradient point (the paper's b)", low=1)
     error: str = opt("chunk", "memory at which errors are measured: the chunk's first (Eq 16), or each token's (Eq 15)",
@@ -55,22 +54,16 @@ class Config:
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", tuple(COEFFICIENTS))
     features: str = opt("monomial", "feature map phi of keys and queries", FEATURES)
     degree: int = opt(2, "polynomial degree of phi (the paper's p)", low=1, high=13)
-    sketch_dim: int = opt(64, "with --features sketch: number of features of degree 2", low=1)
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
     forget: str = opt("start", "what keep < 1 decays to: M0, or zero as the paper prints", ("start", "zero"))
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
-    lookback: int = opt(2, "the block, from 1, whose keys start as the query of the token before (choice 23); 0: none")
-    window_gate: str = opt("token", "weights of a window (gamma): learned for each token, or uniform",
-                           ("token", "uniform"))
     max_step: float = opt(1.0, "bound of the step (eta), in units of 2 / chunk; with --error token 1 learns a pair")
-    step_start: float = opt(0.0, "initial bias of the step size's gate; if lower, less is written at first", low=-20)
     max_norm: float = opt(50.0, "bound of |W - M0| (--forget zero: |W|) of each matrix where a chunk ends; 0: none")
     polarise: float = opt(0.0, "MAG and MAC only: adds this times mean(1 - |2g - 1|) to the loss, g the attention gate")
     memory_floor: str = opt("0", "MAG and MAC only: least weight of the memory's own output, for the first 10 % of "
                             "steps, up to 33 %, and after: 0.3,0.1,0.05")
     shard: int = opt(0, "tokens in a shard; each has a local memory beside the global one (shards.py); 0: off")
     attn_window: int = opt(64, "tokens that attention sees, or of a MAC segment; 0: full attention")
-    mlp_hidden: int = opt(0, "hidden width of the SwiGLU; 0: 8/3 of n_embd")
     dropout: float = opt(0.0, "dropout on what each block adds to the residual stream, below 1")
     tie: bool = opt(False, "share the embedding with the output layer")
 
@@ -80,7 +73,7 @@ class Config:
             raise UserError(f"--n-embd {self.n_embd} is no multiple of --n-head {self.n_head}; give --head-dim")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
         alone, wired, fault = self.attention, self.wiring != "lmm", layer.rule(self).fault()
-        E = self.n_head * features_dim(self.features, self.head_dim, self.degree, self.sketch_dim)
+        E = self.n_head * features_dim(self.features, self.head_dim, self.degree)
         for wrong, message in (
             (self.dropout >= 1, f"--dropout must be below 1, not {self.dropout}"),
             (alone and wired, f"--wiring {self.wiring} needs a memory model, not attention alone"),
@@ -91,7 +84,7 @@ class Config:
              "--memory-floor and --polarise need --wiring mag or mac"),
             (wired and not self.attn_window, f"--wiring {self.wiring} needs an --attn-window"),
             (not alone and E > 200_000, f"phi of 4,096 tokens would take {E * 4096 * 4 / 1e9:,.0f} GB in each layer; "
-             "lower --degree, --head-dim, --sketch-dim or --n-head"),
+             "lower --degree, --head-dim or --n-head"),
             (self.shard and (alone or self.wiring == "mac" or self.features == "exp"),
              "--shard needs a memory with finite features, and another --wiring than mac"),
             (self.features == "sketch" and self.degree != 2, "--features sketch needs --degree 2"),
@@ -119,10 +112,10 @@ PRESETS = {
     "deltanet":        dict(memory="linear", loss="l2",  window=1, features="none", keep=False, error="token",
                             **_simple),                                                                      # Eq 47
     "titans":          dict(                 loss="l2",  window=1, features="none", muon=False),             # Eq 12, 13
-    "dla":             dict(memory="mlp",    loss="dot", window=1, memory_norm=True, **_simple),             # Eq 19
+    "dla":             dict(memory="mlp",    loss="dot", window=1, **_simple),                               # Eq 19
     "swla":            dict(memory="linear", loss="dot", window=8, features="none", **_simple),  # Eq 55, D.2
-    "deeptransformer": dict(_kernel,         loss="dot", window=1, memory_norm=True),                        # Eq 25
-    "swdt":            dict(_kernel,         loss="dot", window=8, memory_norm=True),                        # Table 1
+    "deeptransformer": dict(_kernel,         loss="dot", window=1),                                          # Eq 25
+    "swdt":            dict(_kernel,         loss="dot", window=8),                                          # Table 1
     "deepomega":       dict(_kernel,         loss="l2",  window=8),              # Eq 27, the paper's "Dot"
     "omeganet":        dict(                 loss="l2",  window=8, **_simple),                               # Eq 10
     "atlas":           dict(                 loss="l2",  window=1, **_muon),                                 # Eq 32, 33
@@ -132,7 +125,7 @@ PRESETS = {
 # Sizes, which a preset overrides. `tiny` is Config itself: its memory is a matrix, which on a laptop learns more in the
 # same time than the paper's MLP. From 170m on the shapes are the paper's Table 7. Wide heads have too many monomials,
 # so phi is a sketch there, of 1 + D + 79 features: GPUs like multiples of 16. They need long chunks, too.
-_large = dict(memory="mlp", head_dim=0, expansion=2, features="sketch", sketch_dim=79, chunk=512)
+_large = dict(memory="mlp", head_dim=0, expansion=2, features="sketch", chunk=512)
 SIZES = {
     "tiny": dict(),
     "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1, expansion=1, chunk=128),
@@ -171,7 +164,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        hidden = config.mlp_hidden or -(-config.n_embd * 8 // 3 // 16) * 16
+        hidden = -(-config.n_embd * 8 // 3 // 16) * 16
         self.gate = nn.Linear(config.n_embd, hidden, bias=False)
         self.up = nn.Linear(config.n_embd, hidden, bias=False)
         self.out = nn.Linear(hidden, config.n_embd, bias=False)

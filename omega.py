@@ -65,7 +65,7 @@ class Rule(NamedTuple):
         if self.error == "token" and self.loss not in ("l2", "dot"):
             return f"error token needs loss l2 or dot, not {self.loss}; or give error chunk"
         if self.error == "token" and self.norm and self.memory != "linear":
-            return "error token needs a memory without memory_norm; or give error chunk"
+            return "error token needs loss l2 for a deep memory; or give error chunk"
         if self.error == "token" and 0 < self.muon_every < self.chunk:
             return f"error token needs a muon_every of chunk, {self.chunk}, not {self.muon_every}; or give error chunk"
         return ""

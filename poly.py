@@ -21,7 +21,7 @@ from torch import nn
 FEATURES = ("none", "elementwise", "monomial", "sketch", "exp")
 
 
-def features_dim(kind, dim, degree, sketch_dim=0):
+def features_dim(kind, dim, degree, sketch_dim=79):
     """Return E for inputs of `dim` numbers: C(D + p, p) monomials (Prop 2); for `exp` the ones of degree 1 alone."""
     if kind == "monomial":
         return math.comb(dim + degree, degree)
@@ -50,7 +50,7 @@ def monomials(x, exponents, scale=1):
 class Features(nn.Module):
     """phi: (.., dim) -> (.., out_dim), with a learned scale s_i of each degree, at first 1 / sqrt(i!)."""
 
-    def __init__(self, kind, dim, degree=2, sketch_dim=0, seed=0):
+    def __init__(self, kind, dim, degree=2, sketch_dim=79, seed=0):
         super().__init__()
         self.kind, self.dim, self.degree = kind, dim, degree
         self.out_dim = features_dim(kind, dim, degree, sketch_dim)

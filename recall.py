@@ -11,10 +11,8 @@ A model is a preset, and may be changed: atlas,memory=mlp,steps=900 (fields of m
 import itertools
 import json
 import math
-import os
 import sys
 import time
-from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
@@ -24,8 +22,7 @@ import torch
 import data
 import models
 import train
-from common import (Parser, UserError, add_device, add_flags, at_least, picture, replacing, run_task, say, task_flags,
-                    title)
+from common import Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, replacing, run_task, say
 
 
 # ---- recall of pairs
@@ -43,9 +40,9 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
         tokens     3   11    4   10    1    8    4    0    0    0    0    0    3    0
         targets -100 -100 -100 -100 -100 -100   10 -100 -100 -100 -100 -100   11 -100
 
-    -> tokens, targets (batch, seq_len) int64 on the CPU. Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1,
-    each at most once in a row. 0 fills the rest. Targets are -100 where no answer is asked. Queries stand 2g places
-    behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler)."""
+    -> tokens, targets (batch, seq_len) int64 on the CPU; targets are -100 where no answer is asked. Keys are
+    1 .. vocab/2 - 1, values vocab/2 .. vocab - 1, each at most once in a row. Queries stand 2g places behind the last
+    pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a = 0.01, without its filler)."""
     if not (1 <= n_queries <= n_pairs <= vocab // 2 - 1 and 2 * (n_pairs + n_queries) <= seq_len):
         raise UserError(f"mqar: {n_pairs=}, {n_queries=} do not fit {vocab=}, {seq_len=}; raise --vocab or --seq-len")
     keys = 1 + distinct(batch, n_pairs, vocab // 2 - 1, generator)
@@ -107,8 +104,7 @@ def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
 
 def compression(batch, n_tokens, generator, symbols=15):
     """Draw random tokens, a token "compress", then a token for each place that asks what stood there. In MAD an MLP
-    answers from the output at "compress" alone. Here a model may look further back, so only a model with a fixed state
-    has to compress. compression(1, 4, g, symbols=5):
+    answers from the output at "compress" alone; here attention may look further back. compression(1, 4, g, symbols=5):
 
         tokens     1    0    4    3    5    6    7    8    9
         targets -100 -100 -100 -100 -100    1    0    4    3
@@ -160,7 +156,7 @@ MAD = {
 
 # ---- small models, trained on a task
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8)     # their network where no flag or --model says otherwise
-LENGTHS = (32, 64, 128)                         # of texts in training, in turn
+LENGTHS = [32, 64, 128]                         # of texts in training, in turn
 
 
 def randomness(seed, number, test=False):
@@ -180,7 +176,7 @@ def variant(name, args, **more):
             raise UserError(f"--model {name}: cannot set {key}={value}; give field=value, as muon=False") from None
     steps, lr = given.pop("steps"), given.pop("lr")
     train.TrainConfig(steps=steps, lr=lr)                     # raises UserError
-    return models.configure(preset, **{**SMALL, **args.config, **more, **given}), steps, lr
+    return models.configure(preset, **SMALL | chosen(args, models.Config) | more | given), steps, lr
 
 
 def trained(name, seed, args, device, vocab, draw, title):
@@ -215,79 +211,77 @@ def score(title, args, device, vocab, draw, turns, columns, name, seed):
 
 
 # ---- campaigns
-def campaign(args, trial, columns, chance="", x="", **how):
-    """Run trial(name, seed), which scores each of the columns, for each name of --model and each of --seeds. Print the
-    table. For --plot draw it over an axis named x; how: more arguments of `picture`. The file of --json keeps results,
-    and what it has is not done again. Return {name: {column: [a score a seed]}}."""
-    settings = {name: {key: getattr(args, key) for key in SETTINGS} | dict(config=asdict(variant(name, args)[0]))
-                for name in args.model}
+def matches(old, settings):
+    """Tell whether a result has these settings. What is newer than the result had its default."""
+    newer = dict(config=asdict(models.Config()) | old["config"], train_lengths=old.get("train_lengths") or LENGTHS)
+    return all((old | newer).get(key) == value for key, value in settings.items())
 
-    def joined(records):
-        """Return records with those of --json, where other campaigns write, too, and by model and seed what is done."""
+
+def campaign(args, trial, columns, x="", **how):
+    """Run trial(name, seed), which scores each of the columns, for each name of --model and each of --seeds, but for
+    what the file of --json has. Print the table, and draw it over an axis named x; how: more arguments of `picture`.
+    Return {name: {column: [a score a seed]}}."""
+    shared = {key: a for key, a in vars(args).items() if key in SETTINGS}
+    settings, mine = {name: shared | dict(config=asdict(variant(name, args)[0])) for name in args.model}, []
+
+    def known():
+        """Return all results, also those of others in the file, and by model and seed those with our settings."""
         try:
             old = json.loads(Path(args.json).read_text())["records"] if args.json and Path(args.json).exists() else []
-            both = [*{json.dumps(r): r for r in [] + old + records}.values()]
-            full = lambda old: {"train_lengths": [], **old, "config": {**asdict(models.Config()), **old["config"]}}
-            return both, {(r["model"], r["seed"]): r for r in both if full(r["settings"]) == settings.get(r["model"])}
+            records = old + [r for r in mine if r not in old]
+            return records, {(r["model"], r["seed"]): r for r in records
+                             if r["model"] in settings and matches(r["settings"], settings[r["model"]])}
         except (ValueError, KeyError, TypeError):
             raise UserError(f"--json {args.json} holds no results of such a task; give another file") from None
-    records, done = joined([])
     for seed, name in itertools.product(args.seeds, args.model):
-        if (name, seed) not in done:
+        if (name, seed) not in known()[1]:
             began = time.perf_counter()
             scores = dict(zip(map(str, columns), trial(name, seed)))
-            records.append(dict(model=name, seed=seed, settings=settings[name], scores=scores,
-                                seconds=round(time.perf_counter() - began)))
-            with ExitStack() as turn:
-                with suppress(ImportError, OSError):          # no two write at once, where the system has such locks
-                    import fcntl
-                    turn.callback(os.close, folder := os.open(Path(args.json or ".").parent, os.O_RDONLY))
-                    fcntl.flock(folder, fcntl.LOCK_EX)
-                records, done = joined(records)
-                if args.json:
-                    with replacing(Path(args.json)) as temporary:
-                        temporary.write_text(json.dumps(dict(records=records), indent=1))
-    found, lines, width = {}, {}, max(map(len, args.model)) + 2
-    say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds" + chance)
+            mine.append(dict(model=name, seed=seed, settings=settings[name], scores=scores,
+                             seconds=round(time.perf_counter() - began)))
+            if args.json:
+                with replacing(Path(args.json)) as temporary:
+                    temporary.write_text(json.dumps(dict(records=known()[0]), indent=1))
+    done, found, lines, width = known()[1], {}, {}, max(map(len, args.model)) + 2
+    say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds")
     for name in args.model:
         found[name] = {c: [done[name, seed]["scores"][str(c)] for seed in args.seeds] for c in columns}
         a = torch.tensor(list(found[name].values()), dtype=torch.float64)         # (columns, seeds)
-        means, spreads = a.mean(1).tolist(), a.std(1, correction=min(1, len(args.seeds) - 1)).tolist()
-        lines[title(name)] = columns, means, spreads
-        cells = [f"{mean:.3f}" + f" +- {b:.3f}" * (len(args.seeds) > 1) for mean, b in zip(means, spreads)]
+        lines[name] = columns, a.mean(1).tolist(), a.std(1, correction=min(1, len(args.seeds) - 1)).tolist()
+        cells = [f"{mean:.3f}" + f" +- {std:.3f}" * (len(args.seeds) > 1) for _, mean, std in zip(*lines[name])]
         seconds = sum(done[name, seed]["seconds"] for seed in args.seeds)
         say(f"{name:{width}}" + "".join(f"{cell:>18}" for cell in cells) + f"{seconds:10d}")
     picture(args.plot, lines, x, "right answers", **how)
     return found
 
 
-def turns(args, lengths):
-    """Return the sizes (rows, tokens) of training batches, in turn: fewer rows of more than 128 tokens."""
-    return [(max(1, args.batch_size * 128 // max(n, 128)), n) for n in args.train_lengths or lengths]
+def rows(args, n):
+    """Return how many training texts of n tokens a batch has."""
+    return max(1, args.batch_size * 128 // max(n, 128))
 
 
 def needle_task(args, device):
-    """Train on the lengths of --train-lengths in turn, and ask in texts of --lengths."""
+    """Hide four pairs in noise. Train on short texts and ask in long ones."""
     draw = lambda size, g: needle(size[0], 4, size[1], g)
-    sizes, asked = turns(args, LENGTHS), [(args.batch_size, n) for n in args.lengths]
-    trial = partial(score, "needle", args, device, 49, draw, sizes, asked)
-    campaign(args, trial, args.lengths, "    (by guessing 0.062)", "length of the text [tokens]",
-             log="x", level=1 / 16, trained=max(n for _, n in sizes))
+    sizes = [(rows(args, n), n) for n in args.train_lengths]
+    trial = partial(score, "needle", args, device, 49, draw, sizes, [(args.batch_size, n) for n in args.lengths])
+    campaign(args, trial, args.lengths, "length of the text [tokens]", log="x", level=1 / 16,
+             marked=(max(args.train_lengths), "longest text in training"))
+    say("by guessing: 0.06")
 
 
 def mqar_task(args, device):
-    """Train on all numbers of pairs in turn, and ask for each. Raises UserError where one does not fit."""
-    draw = lambda size, g: mqar(size[0], size[2], size[2], args.vocab, size[1], g)
-    asked = [(args.batch_size, args.seq_len, n) for n in args.pairs]
-    sizes = [(*size, n) for size in turns(args, [args.seq_len]) for n in args.pairs]
-    for size in sizes + asked:                                # before the work begins
-        draw(size, torch.Generator())
-    trial = partial(score, "mqar", args, device, args.vocab, draw, sizes, asked)
-    campaign(args, trial, args.pairs, "    (by guessing 1 / pairs)", "pairs")
+    """Ask for many pairs at once. Train on all numbers of --pairs in turn."""
+    draw = lambda size, g: mqar(size[0], size[1], size[1], args.vocab, args.seq_len, g)
+    draw((1, max(args.pairs)), torch.Generator())             # raises UserError before the work begins
+    sizes = [(rows(args, args.seq_len), n) for n in args.pairs]
+    trial = partial(score, "mqar", args, device, args.vocab, draw, sizes, [(args.batch_size, n) for n in args.pairs])
+    campaign(args, trial, args.pairs, "pairs")
+    say("by guessing: 1 / pairs")
 
 
 def mad_task(args, device):
-    """Train one model for each of the six tasks."""
+    """Train a model on each of the six tasks of MAD: the paper's Table 4, small."""
     def trial(*model):
         found, n = [], [args.batch_size]
         for task, (draw, vocab, _) in MAD.items():
@@ -304,7 +298,7 @@ ABLATION = {  # what is changed: by how much the paper's perplexity rises. Ours 
 
 
 def ablation_task(args, device):
-    """Train each row of the paper's Table 6 on tiny Shakespeare and to recall 16 pairs, with the same steps."""
+    """Train each row of the paper's Table 6, small, on tiny Shakespeare and to recall 16 pairs."""
     corpus, args.model = data.read("shakespeare"), list(ABLATION)
     tokenizer = data.make_tokenizer("char", corpus.text)
     ids, val = corpus.splits(tokenizer, args.seq_len)
@@ -326,36 +320,32 @@ def ablation_task(args, device):
 
 
 TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
-BY_TASK = dict(needle=dict(steps=1200), mad=dict(steps=600), ablation=dict(batch_size=16, seq_len=128, steps=600))
-USES = dict(needle="model lengths train_lengths plot", mqar="model pairs vocab seq_len train_lengths plot",
-            mad="model", ablation="seq_len")
 SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab", "train_lengths"  # of a result
 
 
 def parse(argv=None):
-    parser = Parser(prog="recall.py", description=__doc__, usage="python recall.py TASK [flags]")
-    add = parser.add_argument
-    add("task", choices=tuple(TASKS), metavar="TASK", help="needle, mqar, mad or ablation")
-    add("--model", nargs="+", default=["atlas"], help="presets, changed or not: atlas,memory=mlp,steps=900 [atlas]")
-    add("--seeds", type=at_least(int, 0), nargs="+", default=[1337], metavar="N", help="of weights and data [1337]")
-    add("--steps", type=at_least(int, 1), default=300, metavar="N", help="steps [300; needle 1200, mad, ablation 600]")
-    add("--lr", type=at_least(float, 0), default=5e-3, metavar="X", help="peak learning rate of AdamW [0.005]")
-    add("--batch-size", type=at_least(int, 1), default=32, metavar="N", help="sequences at a time [32; ablation 16]")
-    add("--lengths", type=at_least(int, 16), nargs="+", default=[128, 256, 512, 1024, 2048, 4096], metavar="N",
-        help="needle: lengths of test texts [128 256 512 1024 2048 4096]")
-    add("--train-lengths", type=at_least(int, 16), nargs="+", default=[], metavar="N",
-        help="needle, mqar: lengths of training texts, in turn [32 64 128; mqar: --seq-len]")
-    add("--pairs", type=at_least(int, 1), nargs="+", default=[4], metavar="N", help="mqar: numbers of pairs [4]")
-    add("--vocab", type=at_least(int, 4), default=16, metavar="N", help="mqar: vocabulary; half of it are values [16]")
-    add("--seq-len", type=at_least(int, 1), default=24, metavar="N", help="mqar, ablation: tokens of a text [24; 128]")
-    add_device(parser, "TASK.png")
-    network = parser.add_argument_group("the network", "In [] is what atlas has here.")
-    add_flags(network, models.Config, {**models.PRESETS["atlas"], **SMALL}, skip=train.NO_FLAG)
-    return task_flags(parser, argv, BY_TASK, USES, models.Config)
+    parser = Parser(prog="recall.py", description=__doc__, usage="python %(prog)s TASK [flags]")
+    needle, mqar, _, ablation = parsers = add_tasks(parser, TASKS, plot=("needle", "mqar"))
+    for task, steps, batch_size in zip(parsers, (1200, 300, 600, 600), (32, 32, 32, 16)):
+        if task is not ablation:
+            task.add_argument("--model", nargs="+", default=["atlas"], help="presets, changed or not [atlas]")
+        add_number(task, "--seeds", 0, [1337], "of weights and data")
+        add_number(task, "--steps", 1, steps, "of training")
+        add_number(task, "--batch-size", 1, batch_size, "sequences at a time")
+        add_number(task, "--lr", 0.0, 5e-3, "peak learning rate of AdamW")
+        network = task.add_argument_group("the network", "In [] is what atlas has here.")
+        add_flags(network, models.Config, models.PRESETS["atlas"] | SMALL, skip=train.NO_FLAG)
+    add_number(needle, "--lengths", 16, [128, 256, 512, 1024, 2048, 4096], "of test texts")
+    add_number(needle, "--train-lengths", 16, LENGTHS, "of training texts, in turn")
+    add_number(mqar, "--pairs", 1, [4], "in a text")
+    add_number(mqar, "--vocab", 4, 16, "size of the vocabulary; half of it are values")
+    add_number(mqar, "--seq-len", 1, 24, "tokens of a text")
+    add_number(ablation, "--seq-len", 1, 128, "tokens of a text")
+    return parser.parse_args(argv)
 
 
 def main(argv=None):
-    return run_task(TASKS, parse, argv)
+    return run_task(parse, argv)
 
 
 if __name__ == "__main__":

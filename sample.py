@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common import Parser, UserError, add_device, at_least, check_files, exit_code, save_file, say, setup
+from common import Parser, UserError, add_device, add_number, check_files, exit_code, save_file, say, setup
 from data import continue_text, encode_prompt
 from train import load_checkpoint, rebuild
 
@@ -83,13 +83,13 @@ def main(argv=None):
     add = parser.add_argument
     add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
     add("--prompt", default="", help="text to go on from; - reads stdin; empty starts from a newline")
-    add("--tokens", type=at_least(int, 0), default=500, metavar="N", help="tokens to write [500]")
-    add("--temperature", type=at_least(float, 0), default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
-    add("--top-k", type=at_least(int, 0), default=0, metavar="N", help="draw from the N likeliest tokens; 0: all [0]")
-    add("--top-p", type=at_least(float, 1e-9, 1), default=1.0, help="draw from the fewest tokens of this mass [1.0]")
     add("--stop", default="", metavar="TEXT", help="end before this text appears")
-    add("--seed", type=at_least(int, 0), default=1337, metavar="N", help="the same seed writes the same text [1337]")
-    add("--num", type=at_least(int, 1), default=1, metavar="N", help="texts to write, each from the prompt [1]")
+    add_number(parser, "--tokens", 0, 500, "tokens to write")
+    add_number(parser, "--temperature", 0.0, 0.8, "0 takes the likeliest token")
+    add_number(parser, "--top-k", 0, 0, "draw from the N likeliest tokens; 0: all")
+    add_number(parser, "--top-p", 1e-9, 1.0, "draw from the fewest tokens of this mass", high=1)
+    add_number(parser, "--seed", 0, 1337, "the same seed writes the same text")
+    add_number(parser, "--num", 1, 1, "texts to write, each from the prompt")
     add("--save-state", metavar="FILE", help="keep what the memory has learned from prompt and text")
     add("--load-state", metavar="FILE", help="go on from there, with the prompt or without")
     add_device(parser)

@@ -31,19 +31,19 @@ class Shards(NamedTuple):
 def global_rule(rule, size, gates):
     """Return rule and gates of the global memory. Its chunk is a shard, which errors at its start take as one step: so
     the step is multiplied by chunk / size."""
-    whole = rule._replace(chunk=size, muon_every=size if rule.muon_every else 0)
-    return whole, gates._replace(step=gates.step * (rule.chunk / size if rule.error == "chunk" else 1))
+    step = gates.step * (rule.chunk / size if rule.error == "chunk" else 1)
+    return rule._replace(chunk=size, muon_every=size if rule.muon_every else 0), gates._replace(step=step)
 
 
 def shards_ref(size, rule, phi, q, k, v, gates, state):
     """Run the rule of the module docstring token by token. Arguments and results as in omega_ref; state: a Shards."""
     ys, (M0, whole, local, kk, pos) = [], state
-    for q, k, v, *gate in zip(*(repeat(None) if a is None else a.split(1, 2) for a in (q, k, v, *gates))):
+    for q, k, v, *now in zip(*(repeat(None) if a is None else a.split(1, 2) for a in (q, k, v, *gates))):
         if not pos:
             local, kk = start(rule, phi, M0, len(q), gates.momentum is not None), torch.zeros_like(kk)
-        kk, pos, (slow, few) = kk + k.mT @ k, (pos + 1) % size, global_rule(rule, size, Gates(*gate))
-        y, whole = omega_ref(slow, phi, q, k, v, few, whole)
-        z, local = omega_ref(rule, phi, unit(q @ kk), k, v, Gates(*gate), local)
+        kk, pos, (slow, scaled) = kk + k.mT @ k, (pos + 1) % size, global_rule(rule, size, Gates(*now))
+        y, whole = omega_ref(slow, phi, q, k, v, scaled, whole)
+        z, local = omega_ref(rule, phi, unit(q @ kk), k, v, Gates(*now), local)
         ys.append(y + z)
     return torch.cat(ys, 2), Shards(M0, whole, local if pos else None, kk if pos else torch.zeros_like(kk), pos)
 
@@ -51,17 +51,17 @@ def shards_ref(size, rule, phi, q, k, v, gates, state):
 def shards(size, rule, phi, q, k, v, gates, state):
     """Compute `shards_ref` with all shards in parallel, as extra sequences of the batch."""
     M0, whole, local, kk, pos = state
-    slow, few = global_rule(rule, size, gates)
-    y, whole = chunks.run(slow, phi, q, k, v, few, whole)
+    slow, scaled = global_rule(rule, size, gates)
+    y, whole = chunks.run(slow, phi, q, k, v, scaled, whole)
     ys, B, at, T = [], len(q), 0, q.shape[2]
     while at < T:                                             # the rest of a shard, whole shards, a part of one
         c, n = (min(T - at, size - pos), 1) if pos or T - at < size else (size, (T - at) // size)
         part = (a if a is None else a[:, :, at: at + n * c] for a in (q, k, v, *gates))
         part = (a if a is None else a.unflatten(2, (n, c)).movedim(2, 0).flatten(0, 1) for a in part)
-        q_, k_, v_, *gate = part                              # (B, H, n c, ..) -> (n B, H, c, ..)
+        q_, k_, v_, *now = part                               # (B, H, n c, ..) -> (n B, H, c, ..)
         if not pos:
             local, kk = start(rule, phi, M0, n * B, gates.momentum is not None), torch.zeros_like(kk[:1])
-        z, local = chunks.run(rule, phi, unit((q_ @ k_.mT).tril() @ k_ + q_ @ kk), k_, v_, Gates(*gate), local)
+        z, local = chunks.run(rule, phi, unit((q_ @ k_.mT).tril() @ k_ + q_ @ kk), k_, v_, Gates(*now), local)
         ys.append(z.unflatten(0, (n, B)).movedim(0, 2).flatten(2, 3))
         kk, pos, at = kk + k_.mT @ k_, (pos + c) % size, at + n * c
         if not pos:
@@ -84,10 +84,11 @@ class ShardedMemory(layer.Memory):
 
     def learn(self, q, k, v, gates, fast):
         """Run both rules. M0 belongs to the layer, not to its states."""
-        M0 = lambda state, these: state and state._replace(M0=tuple(these) if self.config.forget == "start" else ())
-        given = Shards(tuple(self.M0), M0(fast.whole, self.global_M0), M0(fast.local, self.M0), fast.kk, fast.pos)
-        y, fast = shards(self.config.shard, layer.rule(self.config), self.phi, q, k, v, gates, given)
-        return y, fast._replace(M0=(), whole=M0(fast.whole, ()), local=M0(fast.local, ()))
+        with_M0 = lambda state, M0: state and state._replace(M0=tuple(M0) if self.config.forget == "start" else ())
+        whole, local = with_M0(fast.whole, self.global_M0), with_M0(fast.local, self.M0)
+        y, fast = shards(self.config.shard, layer.rule(self.config), self.phi, q, k, v, gates, fast._replace(
+            M0=tuple(self.M0), whole=whole, local=local))
+        return y, fast._replace(M0=(), whole=with_M0(fast.whole, ()), local=with_M0(fast.local, ()))
 
 
 torch.serialization.add_safe_globals([Shards])

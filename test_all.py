@@ -1,35 +1,33 @@
 """test_all.py - all tests: no network, no GPU, no files but what is here.
 
     pytest test_all.py                    a minute and a half on two cores; GPU tests skip themselves
-    python test_all.py --mutants          breaks the mathematics in 64 ways; a test must notice each
+    python test_all.py --mutants          breaks the mathematics in 42 ways; a test must notice each
 
 In the order of the modules. A docstring says which mistake a test catches.
 """
-import ast
 import builtins
 import csv
 import hashlib
 import importlib
+import inspect
 import io
 import json
 import math
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import textwrap
 import types
 import urllib.request
 from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import asdict, fields, replace
 from functools import partial
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +44,7 @@ import common
 import data
 import episodic
 import eval
+import layer
 import memory
 import models
 import muon
@@ -99,10 +98,9 @@ def conditioned(cond, *shape):
     return (U * torch.logspace(0, -math.log10(cond), min(shape[-2:]), dtype=torch.float64)) @ Vh, U @ Vh
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 48), (2, 48, 8), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 48), (2, 48, 8)], ids=str)
 def test_ns_against_svd(shape):
-    """Singular vectors stay, values come into the measured band; the cubic comes to U V^T. Catches: a mistyped
-    coefficient, tall matrices on their long side, a pass-through of some shapes (titans-pytorch's)."""
+    """Catches a mistyped coefficient, tall matrices on their long side, a pass-through of some shapes."""
     S, polar = conditioned(100, *shape)
     for N in (newton_schulz([S])[0], newton_schulz_ref(S), newton_schulz_ref(S[0])):
         s = torch.linalg.svdvals(N)
@@ -115,8 +113,7 @@ def test_ns_against_svd(shape):
 
 @pytest.mark.parametrize("name", COEFFICIENTS)
 def test_ns_is_the_plain_iteration(name):
-    """Gram matrices, restarts, stacks that share an iteration: the same values and gradients, the input untouched.
-    Catches: a step of R or G left out, results handed to another stack, Muon's overwriting of its input."""
+    """Catches a step of R or G left out, another stack's result, an input that is overwritten."""
     S = [randn(*s).requires_grad_() for s in ((2, 8, 20), (1, 3, 5), (3, 20, 8), (2, 8, 8))]
     before, up, (a, b, c) = [s.detach().clone() for s in S], [randn(*s.shape) for s in S], COEFFICIENTS[name]
     X = [s / s.norm(dim=(1, 2), keepdim=True) for s in S]
@@ -130,18 +127,15 @@ def test_ns_is_the_plain_iteration(name):
 
 
 def test_ns_of_any_size_of_matrix():
-    """NS(c S) = NS(S). A zero matrix, or one whose squares underflow, counts as zero or in full. Catches: 0 / 0 of the
-    first momentum, in the gradient too; an epsilon added to the norm; half a sum of squares."""
+    """Catches 0 / 0 of the first momentum, in the gradient too; an epsilon; half a sum of squares."""
     for ns in (newton_schulz_ref, lambda S: newton_schulz([S])[0]):
-        S, zero, full = randn(2, 8, 12), torch.zeros(2, 8, 12, requires_grad=True), 0
+        S, zero = randn(2, 8, 12), torch.zeros(2, 8, 12, requires_grad=True)
         close([ns(1e-8 * S), ns(1e8 * S)], [ns(S), ns(S)])
         ns(zero).sum().backward()
         assert not ns(zero).any() and not zero.grad.any()
-        for e in range(60, 97):
-            N = ns((10 ** (-e / 4) * S).float())
+        for e in range(15, 24):
+            N = ns((10.0 ** -e * S).float())
             close(N.double(), ns(S) * N.any(), 1e-4)
-            full += N.any().item()
-        assert 0 < full < 37
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 48), (2, 48, 8)], ids=str)
@@ -159,30 +153,26 @@ def test_ns_in_float32(shape):
 def test_outer_muon():
     """Two steps by hand; torch's own in bfloat16. Catches: momentum or Nesterov's part lost, a lost factor or decay."""
     first, *grads = ([torch.randn(12, 6), torch.randn(6, 12)] for _ in range(3))
-    lr, decay, mu, results = 0.02, 0.1, 0.95, []
-    for native in (False, True):
+    for native, tol in (False, 1e-5), (True, 2e-3):
         params = [torch.nn.Parameter(p.clone()) for p in (*first, torch.ones(3, 3))]
-        optimizer = muon.Muon(params, lr=lr, weight_decay=decay)
+        optimizer = muon.Muon(params, lr=0.02, weight_decay=0.1)
         optimizer.bfloat16 = native
         for params[0].grad, params[1].grad in grads:
             optimizer.step()
-        results.append(params)
         assert torch.equal(params[2], torch.ones(3, 3))       # it has no gradient
-    for i, p in enumerate(first):
-        B = 0
-        for g in (step[i] for step in grads):
-            B = mu * B + (1 - mu) * g
-            O = newton_schulz_ref((1 - mu) * g + mu * B)
-            p = (1 - lr * decay) * p - lr * max(1, p.shape[0] / p.shape[1]) ** 0.5 * O
-        close(results[0][i], p, 1e-5)
-        close(results[1][i] - first[i], p - first[i], 2e-3)   # of 0.07
+        for i, p in enumerate(first):
+            B = 0
+            for g in (step[i] for step in grads):
+                B = 0.95 * B + 0.05 * g
+                O = newton_schulz_ref(0.05 * g + 0.95 * B)
+                p = (1 - 0.002) * p - 0.02 * max(1, p.shape[0] / p.shape[1]) ** 0.5 * O
+            close(params[i] - first[i], p - first[i], tol)    # of 0.07
 
 
-@pytest.mark.parametrize("more", [{}, dict(tie=True), dict(wiring="mac")], ids=str)
+@pytest.mark.parametrize("more", [{}, dict(tie=True, wiring="mac")], ids=str)
 def test_who_trains_what(more):
     """Catches: a gate, M0 or the head in Muon or decayed; a parameter in two groups, or in none; tied ones in both."""
-    class tc:
-        optimizer, lr, outer_muon_lr, embed_lr, gates_lr, weight_decay, beta2 = "muon", 1e-3, 0.02, 3.0, 0.5, 0.1, 0.95
+    tc = train.TrainConfig(optimizer="muon", lr=1e-3, outer_muon_lr=0.02, embed_lr=3.0, gates_lr=0.5, weight_decay=0.1)
     model = small("atlas", **more)
     name = {p: n for n, p in model.named_parameters()}
     names = lambda group: {name[p] for p in group["params"]}
@@ -190,14 +180,12 @@ def test_who_trains_what(more):
     (embed, rest, gates), (hidden,) = adamw.param_groups, outer.param_groups
     linear = r"^blocks.*\b(qkv|out_gate|out|mlp\.gate|mlp\.up)\.weight$"
     assert names(hidden) == {n for n in name.values() if re.search(linear, n)}
-    assert names(embed) == {"embed.weight"} and embed["times"] == 3 and not embed["weight_decay"] + rest["weight_decay"]
-    assert names(gates) == {n for n in name.values() if ".gates." in n} and gates["times"] == 0.5
-    assert sum(len(g["params"]) for g in (embed, rest, gates, hidden)) == len(name) and not gates["weight_decay"]
-    assert (hidden["lr"], hidden["weight_decay"], rest["lr"], rest["betas"]) == (0.02, 0.1, 1e-3, (0.9, 0.95))
-    tc.optimizer = "adamw"
-    alone, = train.make_optimizers(model, tc)
+    assert names(embed) == {"embed.weight"} and names(gates) == {n for n in name.values() if ".gates." in n}
+    assert sum(len(g["params"]) for g in (embed, rest, gates, hidden)) == len(name)
+    assert [g["weight_decay"] for g in (embed, rest, gates, hidden)] == [0, 0, 0, 0.1]
+    assert (hidden["lr"], rest["lr"], embed["times"], gates["times"]) == (0.02, 1e-3, 3, 0.5)
+    alone, = train.make_optimizers(model, replace(tc, optimizer="adamw"))
     assert [names(g) for g in alone.param_groups] == [names(embed), names(rest), names(gates), names(hidden)]
-    assert alone.param_groups[3]["weight_decay"] == 0.1
 
 
 # ---- poly.py
@@ -210,7 +198,7 @@ def make_phi(kind, dim, degree=2):
     return phi
 
 
-@pytest.mark.parametrize("dim, degree", [(3, 1), (3, 2), (3, 3), (3, 4), (2, 5), (1, 3)])
+@pytest.mark.parametrize("dim, degree", [(3, 2), (3, 4), (1, 3)])
 def test_phi_kernel(dim, degree):
     """phi(x) . phi(y) = sum_i s_i^2 (x . y)^i, of C(D + p, p) features. Catches: multinomial weights without root."""
     phi, x, y = make_phi("monomial", dim, degree), randn(2, 5, dim), randn(2, 7, dim)
@@ -255,8 +243,7 @@ def weights(kind, e, d, hidden, *lead):
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_memory_as_printed(kind, norm):
-    """Eq 42, 43, and the closed-form gradient of each loss by autograd. Catches: a lost residual, a swapped gate, a
-    misplaced bracket (fla's Titans had two forms of the gradient that agreed, and both were wrong)."""
+    """Catches a lost residual, a swapped gate, a misplaced bracket (two forms of fla's agreed in it)."""
     x, r, v, W = randn(2, 7, 5), randn(2, 7, 3), 2 * randn(2, 7, 3), weights(kind, 5, 3, 4, 2)
     gelu = lambda z: z * 0.5 * (1 + torch.erf(z / 2 ** 0.5))
     normed = lambda f: f / (f.square().mean(-1, keepdim=True) + memory.EPS).sqrt() if norm else f
@@ -327,45 +314,35 @@ def with_gradients(leaves, fn, rule, phi, *how):
     return [y, state, now, list(torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True))]
 
 
+TOKEN = dict(error="token")
 EQUAL = {                                                     # differences from `problem`
     "titans":                  dict(window=1, chunk=8, T=14),
     "omeganet":                dict(window=5, chunk=8, momentum=False, features="monomial", T=21),
     "window beyond the chunk": dict(loss="dot", window=12, T=15),
-    "window beyond the text":  dict(memory="linear", window=12, momentum=False, features="monomial", T=9),
-    "gated":                   dict(memory="gated", window=5, chunk=8),
     "T = 1":                   dict(memory="gated", chunk=8, T=1),
-    "huber":                   dict(loss="huber"),
     "lp":                      dict(memory="gated", loss="lp"),
-    "to M0":                   dict(forget="start", features="monomial"),
-    "to M0, gated, norm":      dict(memory="gated", forget="start", norm=True, momentum=False),
     "norm":                    dict(norm=True, loss="huber"),
+    "to M0, gated, norm":      dict(memory="gated", forget="start", norm=True, momentum=False),
     "ball":                    dict(ball=0.5, features="monomial"),
     "atlas":                   dict(muon_every=1, window=5, chunk=8, features="monomial"),
-    "atlas, window > chunk":   dict(muon_every=1, memory="gated", loss="dot", window=12, T=9),
-    "atlas, ball":             dict(muon_every=1, ball=0.5, memory="linear"),
     "blocks of 2":             dict(muon_every=2, memory="gated", chunk=8, norm=True, forget="start"),
     "ragged blocks":           dict(muon_every=3, memory="linear", window=1, chunk=8, features="monomial", T=21),
     "blocks, no momentum":     dict(muon_every=2, momentum=False),
     "blocks, ball":            dict(muon_every=3, ball=0.5, forget="start"),
-    "block = chunk":           dict(muon_every=8, chunk=8, window=5, T=21),
-    "cubic, six steps":        dict(muon_every=2, ns_steps=6, ns_coefficients="cubic", features="monomial"),
-    "reset":                   dict(reset=[4, 8, 20], forget="start", window=5, T=21),
-    "reset, blocks":           dict(reset=[8, 16], forget="start", chunk=8, muon_every=3, memory="linear", T=21),
-} | {f"token, {name}": dict(error="token", **case) for name, case in {
-    "matrix":                  dict(memory="linear", window=1, chunk=8, T=14),
-    "window":                  dict(memory="linear", window=5, momentum=False, features="monomial"),
-    "mlp, block = chunk":      dict(muon_every=4),
-    "gated, to M0":            dict(memory="gated", forget="start", chunk=8, T=14),
-    "dot":                     dict(loss="dot", muon_every=4, ball=0.5),
-    "reset":                   dict(memory="linear", reset=[4, 8, 20], forget="start", window=5, T=21),
-    "matrix, block = chunk":   dict(memory="linear", muon_every=8, chunk=8, window=5, T=21),
-}.items()}
+    "block = chunk":           dict(muon_every=8, chunk=8, window=5, T=21, ns_steps=6, ns_coefficients="cubic"),
+    "reset":                   dict(reset=[8, 16], forget="start", chunk=8, muon_every=3, memory="linear", T=21),
+    "token, window":           dict(TOKEN, memory="linear", window=5, momentum=False, features="monomial"),
+    "token, block = chunk":    dict(TOKEN, muon_every=4),
+    "token, gated":            dict(TOKEN, memory="gated", forget="start", chunk=8, T=14),
+    "token, dot":              dict(TOKEN, loss="dot", muon_every=4, ball=0.5),
+    "token, reset":            dict(TOKEN, memory="linear", reset=[4, 8, 20], forget="start", window=5, T=21),
+    "token, matrix":           dict(TOKEN, memory="linear", muon_every=8, chunk=8, window=5, T=21),
+}
 
 
 @pytest.mark.parametrize("case", EQUAL.values(), ids=EQUAL.keys())
 def test_omega_is_omega_ref(case, monkeypatch):
-    """Outputs, end state, all outer gradients of the chunk form: whole, in pieces, token by token, and as on a GPU.
-    Catches a slip in one form: an index, a coefficient, a gradient that stops, a state that the other cannot take."""
+    """Catches a slip in one form: an index, a coefficient, a gradient that stops, a state that is cut."""
     rule, phi, x = problem(**case)
     leaves, T = [a for name, a in x.items() if a is not None and name != "reset"], x["q"].shape[2]
     leaves += phi.parameters()
@@ -397,43 +374,10 @@ def test_omega_ref_is_the_rule_as_printed(kind, window):
         close(paper(kind, [w[h] for w in M0], phi, q, k, v, keep, step, momentum, gate), y[b, h])
 
 
-def test_errors_at_the_token_need_no_chunk():
-    """Twenty random rules: with errors of the token before, a matrix memory is the same in chunks of 1, 4, 16 and 64,
-    also in pieces, with gradients. Catches: an error of another token, a pair of another window, a chunk's edge."""
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        T, pick = 64 + random.integers(1, 8), lambda *choices: choices[random.integers(len(choices))]
-        how = dict(memory="linear", error="token", window=pick(1, 5), features=pick("none", "monomial", "sketch"))
-        how |= dict(forget=pick("zero", "start"), momentum=pick(True, False), T=T, B=1, S0=False)
-        rule, phi, x = problem(**how, reset=[64] * (how["forget"] == "start"))
-        leaves = [a for name, a in x.items() if a is not None and name != "reset"] + list(phi.parameters())
-        pieces, results = (7, 66 - random.integers(9)), []
-        for chunk, cuts in (1, ()), (4, ()), (16, pieces), (64, pieces):
-            one = rule._replace(chunk=chunk)
-            y, state = play(chunks.run, one, phi, x, cuts)
-            now = chunks.weights(one, phi, state)
-            outer = y.cos().sum() + sum(a.square().sum() for a in tensors(now))
-            grads = torch.autograd.grad(outer, leaves, allow_unused=True, materialize_grads=True)
-            results.append([y, now, list(grads)])
-        for found in results[1:]:
-            close(found, results[0])
-
-
-def test_what_errors_at_the_token_do_not_know():
-    """Catches: a rule that chunks.run computes as another one, in silence."""
-    for more in dict(loss="huber"), dict(norm=True), dict(muon_every=2):
-        with pytest.raises(ValueError, match="error token needs"):
-            play(chunks.run, *problem(error="token", **more))
-    play(chunks.run, *problem(error="token", norm=True, memory="linear"))
-
-
 @pytest.mark.parametrize("case", [
-    dict(window=1), dict(features="monomial", momentum=False, forget="start", T=7),
-    dict(muon_every=2, forget="start", memory="linear", features="monomial"), dict(memory="gated", chunk=16, T=15)],
-    ids=str)
+    dict(features="monomial", momentum=False, forget="start", T=7), dict(muon_every=2, window=1)], ids=str)
 def test_shards(case):
-    """Local memories side by side are shards_ref, whole and in pieces, gradients too. Catches: a shard that goes on
-    from another, or writes into the next sequence; sums of k k^T that stay."""
+    """Catches a shard that goes on from another, or writes into the next sequence; sums of k k^T that stay."""
     rule, phi, x = problem(**dict(T=17, S0=False) | case)
     M0, V0 = tuple(x[name] for name in x if name.startswith("M0")), weights(rule.memory, phi.out_dim, 3, 3, 2)
     leaves = [a.requires_grad_() for a in (*V0, *x.values(), *phi.parameters()) if a is not None]
@@ -443,21 +387,6 @@ def test_shards(case):
     want = results(shards.shards_ref)
     for fn, *cuts in (shards.shards,), (shards.shards, 1, 3, 5, 6), (shards.shards_ref, 4):
         close(results(fn, *cuts), want)
-
-
-def test_two_tokens_by_hand():
-    """M(x) = x W of one number, W = 2. Token 1 (k 1, v 1, gate .5): g = .5 (2 - 1). Token 2 (k -1, v 2, gates .25, 1),
-    in the same chunk: g = .25 (2 - 1) - (-2 - 2). Catches: decay after the write, a step inside S, gates in reverse."""
-    one = lambda *a: torch.tensor(a, dtype=torch.float64)[None, None]
-    gates = Gates(one(0.5, 0.9), one(0.1, 0.2), one(0.7, 0.8), one([9.0, 0.5], [0.25, 1.0]))
-    q, k, v = one([3.0], [1.0]), one([1.0], [-1.0]), one([1.0], [2.0])
-    S1, S2 = 0.5, 0.8 * 0.5 + 4.25
-    W1 = 0.5 * 2 - 0.1 * S1
-    W2 = 0.9 * W1 - 0.2 * S2
-    rule, phi = Rule("linear", window=2, chunk=2), Features("none", 1)
-    for fn in (chunks.run, omega_ref):
-        y, state = fn(rule, phi, q, k, v, gates, start(rule, phi, [one([2.0])[0]], 1))
-        close([y, state.W[0], state.S[0]], [one([3 * W1], [W2]), one([W2]), one([S2])])
 
 
 # ---- special cases, each against a formula that shares no code with the rule
@@ -472,37 +401,23 @@ def by_token(x, *names):
     return zip(*((a if a.dim() == 4 else a[..., None]).split(1, 2) for a in (x[name] for name in names)))
 
 
-def test_linear_attention():
-    """sum_{i <= t} (q_t . k_i) v_i, and with window and decay, every sum written out. Catches: a read before the write,
-    which misses i = t; a window or a decay off by one."""
-    rule, _, x = problem(T=9, memory="linear", loss="dot", momentum=False)
-    x["M0.0"], P = torch.zeros(2, 3, 3).double(), torch.zeros(2, 2, 9, 9).double()
-    ones = filled(x, keep=1, step=1) | dict(gate=torch.ones(2, 2, 9, 1).double())
-    both_forms((x["q"] @ x["k"].mT).tril() @ x["v"], rule._replace(window=1), ones)
-    exp = rule._replace(window=1), Features("exp", 3), ones   # Eq 26: attention without its denominator
-    close(play(chunks.run, *exp)[0], (x["q"] @ x["k"].mT).exp().tril() @ x["v"])
-    for t, n, i in [(t, n, i) for t in range(9) for n in range(t + 1) for i in range(max(0, n - 2), n + 1)]:
-        P[:, :, t, i] += x["keep"][:, :, n + 1: t + 1].prod(-1) * x["step"][:, :, n] * x["gate"][:, :, n, i - n + 2]
-    both_forms((P * (x["q"] @ x["k"].mT)) @ x["v"], rule, x)
-
-
 MATRIX = {                                                    # differences from: window 1, chunk 1, no momentum
-    "gated delta rule": dict(), "to M0": dict(forget="start"), "Eq 11": dict(window=3), "Eq 16": dict(chunk=4),
+    "to M0": dict(forget="start"), "Eq 11": dict(window=3), "Eq 55": dict(window=3, loss="dot"), "Eq 16": dict(chunk=4),
     "Eq 33": dict(window=3, momentum=True), "Eq 32": dict(window=3, muon_every=1, momentum=True),
     "choice 15": dict(chunk=8, muon_every=3, momentum=True), "choice 15, no momentum": dict(chunk=4, muon_every=2)}
 
 
 @pytest.mark.parametrize("case", MATRIX.values(), ids=MATRIX.keys())
 def test_matrix_by_hand(case):
-    """W <- keep W - step NS(S), S <- momentum S + sum gate k^T (k W - v). Catches: errors at another W, a wrong decay;
-    NS of the memory (atlas-pytorch), of g, of the step, of the block in progress, of a part of a block."""
+    """Catches errors at another W, a wrong decay; NS of the memory, of g, of the step, of part of a block."""
     rule, phi, x = problem(**dict(T=17, memory="linear", window=1, chunk=1, momentum=False, S0=False) | case)
     W, S, U, due, ys, m = x["M0.0"], 0, 0, 0, [], rule.muon_every
     home, momentum = W if rule.forget == "start" else 0, x["momentum"] if "momentum" in case else torch.zeros(2, 2, 17)
     for t, (q, keep, step) in enumerate(by_token(x, "q", "keep", "step")):
         i, anchor = slice(max(0, t - rule.window + 1), t + 1), anchor if t % rule.chunk else W
         k, v, gate = x["k"][:, :, i], x["v"][:, :, i], x["gate"][:, :, t, -min(t + 1, rule.window):, None]
-        S = momentum[:, :, t, None, None] * S + (gate * k).mT @ (k @ anchor - v)
+        error = k @ anchor - v if rule.loss == "l2" else -v
+        S = momentum[:, :, t, None, None] * S + (gate * k).mT @ error
         W, U, due = home + keep * (W - home), keep * U + step * S, keep * due + step
         if not m:
             W, U = W - U, 0
@@ -514,23 +429,8 @@ def test_matrix_by_hand(case):
     close(found, [W - U, *([S] if "momentum" in case else [])])
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
-def test_titans(chunk):
-    """Titans Eq 13, 14 with an MLP, gradients at the last chunk boundary. Catches: gradients at the call's start."""
-    rule, _, x = problem(window=1, chunk=chunk, S0=False)
-    x, ys, W, S = filled(x, gate=1), [], [x[f"M0.{i}"].expand(2, 2, 3, 3) for i in (0, 1)], [0, 0]
-    mlp = lambda W, a: a + F.gelu(a @ W[0]) @ W[1]
-    for t, (q, k, v, keep, step, momentum) in enumerate(by_token(x, "q", "k", "v", "keep", "step", "momentum")):
-        anchor = anchor if t % chunk else [w.detach().requires_grad_() for w in W]
-        g = torch.autograd.grad(0.5 * (mlp(anchor, k) - v).square().sum(), anchor)
-        S = [momentum * s + g for s, g in zip(S, g)]
-        W = [keep * w - step * s for w, s in zip(W, S)]
-        ys.append(mlp(W, q))
-    both_forms(torch.cat(ys, 2), rule, x)
-
-
 @pytest.mark.parametrize("kind, loss, forget, error", [
-    ("linear", "l2", "zero", "token"), ("mlp", "dot", "start", "chunk"), ("gated", "l2", "start", "chunk")])
+    ("linear", "l2", "zero", "token"), ("gated", "dot", "start", "chunk")])
 def test_monomials_converge_to_exp(kind, loss, forget, error):
     """Eq 22 as a limit, in deep memories too, with gradients, whole and in pieces. Catches: keys lost or shifted."""
     rule, phi, x = problem(T=9, memory=kind, loss=loss, forget=forget, error=error, features="exp", D=2, S0=False)
@@ -569,8 +469,7 @@ def test_extreme_gates(how, monkeypatch):
 
 
 def test_no_text_makes_the_memory_run_away():
-    """One key for ever, and steps that overshoot: NaN without the ball (choice 22), bounded with it. Catches: a bound
-    that enlarges, or that the outer gradient goes through."""
+    """Catches a bound (choice 22) that enlarges, or that the outer gradient goes through."""
     norm = lambda w: w.norm(dim=(-2, -1)).max()
     W, times = randn(2, 4, 4).requires_grad_(), torch.tensor([0.01, 100.0]).double()[:, None, None]
     bounded, = Rule(ball=5.0).bound([W * times])
@@ -582,19 +481,6 @@ def test_no_text_makes_the_memory_run_away():
         x = {name: a if a is None else a.detach().float() for name, a in x.items()}
         y, state = play(chunks.run, rule, phi, x)
         assert bool(ball) == bool(y.isfinite().all()) and (not ball or max(map(norm, state.W)) <= ball * 1.001)
-
-
-@pytest.mark.parametrize("preset", ["titans", "omeganet", "swla", "dla", "atlas", "atlas++"])
-def test_second_derivatives(preset, monkeypatch):
-    """A penalty on the gradient of a layer. Catches: a gradient written out that has none of its own, in silence."""
-    layer, x, results = shaken(small(preset)).blocks[0].layer, randn(1, 6, 16), []
-    leaves = [x.requires_grad_(), *layer.parameters()]
-    for fn in (omega_ref, chunks.run):
-        monkeypatch.setattr(chunks, "run", fn)
-        grads = torch.autograd.grad(layer(x)[0].square().sum(), leaves, create_graph=True)
-        results.append([*grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)])
-    close(results[1], results[0], 1e-8)
-    assert all(g.any() for g in results[0])
 
 
 @pytest.fixture
@@ -614,10 +500,10 @@ def loss_and_gradient(model, x):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-@pytest.mark.parametrize("name", "transformer swa linear titans deepomega omeganet atlas++ token".split())
+@pytest.mark.parametrize("name", ["swa", "token"])
 def test_chunks_compile_whole(name, eager_again):
     """Catches: a graph break in what runs on every chunk, a compiled function that is never called, other numbers."""
-    model, x, graphs = shaken(small(MODELS[name][0], **MODELS[name][1])), tokens(2, 5), []
+    model, x, graphs = shaken(made(name)), tokens(2, 5), []
     eager = loss_and_gradient(model, x)
     traced = torch._dynamo.lookup_backend("aot_eager")        # its backward, too, but no code generated
     model.compile_memory(fullgraph=True, backend=lambda graph, inputs: graphs.append(graph) or traced(graph, inputs))
@@ -631,7 +517,7 @@ def small(preset, **more):
     """A model that has everything of the preset in small: two heads, short chunks, windows and segments."""
     default = {f.name: f.default for f in fields(models.Config)} | models.PRESETS[preset]
     size = dict(vocab_size=11, n_layer=1, n_head=2, n_embd=16, head_dim=8)
-    size |= dict(chunk=4, muon_every=2, persistent=2, sketch_dim=5, expansion=1)
+    size |= dict(chunk=4, muon_every=2, persistent=2, expansion=1)
     size |= {name: 3 for name in ("window", "attn_window") if default[name] > 1}
     size |= dict(window=3, error="chunk") if default["muon"] else {}             # "token" in MODELS is without
     return models.build(preset, **dict(memory="mlp") | models.PRESETS[preset] | size | more)
@@ -648,7 +534,7 @@ def tokens(*shape):
     return torch.randint(11, shape)
 
 
-MODELS, TOKEN = {preset: (preset, {}) for preset in models.PRESETS}, dict(error="token")
+MODELS = {preset: (preset, {}) for preset in models.PRESETS}
 MODELS |= {f"{p}-{w}": (p, dict(wiring=w)) for p in ("atlas", "omeganet") for w in wiring.WIRINGS[1:]}
 MODELS |= {
     "two layers": ("atlas", dict(n_layer=2)), "attentions": ("swa", dict(n_layer=2)), "tie": ("atlas", dict(tie=True)),
@@ -663,7 +549,15 @@ MODELS |= {
     "token-mac": ("omeganet", dict(TOKEN, memory="linear", wiring="mac")),
     "token-shards": ("titans", dict(TOKEN, memory="linear", window=3, shard=6)),
 }
-every_model = pytest.mark.parametrize("preset, more", MODELS.values(), ids=MODELS.keys())
+KINDS = ["transformer", "swa", "deepomega", "atlas++", "omeganet-mac", "atlas-mag", "atlas-mal", "forget M0", "shards",
+         "token"]
+some_models = lambda *names: pytest.mark.parametrize("name", names)
+
+
+def made(name, **more):
+    """The model of this name, with other differences on top."""
+    preset, its = MODELS[name]
+    return small(preset, **its | more)
 
 
 def in_pieces(model, cuts, *inputs):
@@ -675,13 +569,26 @@ def in_pieces(model, cuts, *inputs):
     return torch.cat(out, 1), state
 
 
-@every_model
+@some_models(*MODELS)
+def test_every_model(name):
+    """Catches dead gates, a detached M0, numbers that the host reads back, parameters of stride 0."""
+    model, x = made(name), tokens(2, 11)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    close(in_pieces(model, (6,), x)[0], model(x)[0], 1e-4)
+    model.loss(x[:, :-1], x[:, 1:]).backward()
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+    for name, p in model.named_parameters():
+        parts = p.grad.chunk(3) if name.endswith("qkv.weight") else [p.grad]     # of q, k and v
+        assert all(0 < part.abs().max() < math.inf for part in parts) and not torch.equal(p, before[name]), name
+    assert in_pieces(model.to("meta"), (6,), x.to("meta"))[0].shape == (2, 11, 11)
+
+
+@some_models(*KINDS)
 @torch.no_grad()
-def test_reading(preset, more):
-    """In pieces, one empty, token by token: the whole. Causal. Rows independent. A state of bounded size.
-    Catches: a cache that forgets, repeats, shifts or holds the prompt; the end's memory read at every token, padding on
-    both sides, M*(x) of later tokens (four ports leak); one memory for the whole batch."""
-    model, x = shaken(small(preset, **more)), tokens(1, 10).repeat(10, 1)
+def test_reading(name):
+    """Catches a cache that forgets, repeats, shifts or grows; later tokens or other rows that show."""
+    model, x = shaken(made(name)), tokens(1, 10).repeat(10, 1)
     y = (x + torch.eye(10, dtype=torch.long)) % 11            # row j has another token j
     (logits, _), (changed, end) = model(x), model(y)
     for cuts in ((3, 3, 8), tuple(range(1, 10))):
@@ -701,10 +608,9 @@ def test_reading(preset, more):
     assert (held(12) != held(24)) == models.holds_all(model.config)
 
 
-@pytest.mark.parametrize("preset", models.PRESETS)
+@pytest.mark.parametrize("preset", ["swa", "deepomega", "omeganet", "atlas"])
 def test_memory_in_bfloat16(preset, monkeypatch):
-    """As on CUDA under autocast: gradients within 8 % of float32's. Catches: gates or Newton-Schulz in bfloat16, fast
-    weights that are rounded where a chunk ends."""
+    """Catches gates, Newton-Schulz or fast weights in bfloat16 under autocast, a loss of three digits."""
     model, x = small(preset, n_embd=64, n_head=2, head_dim=32, chunk=16, muon_every=16), tokens(4, 65)
     for p in model.parameters():
         p.data += 0.02 * torch.randn_like(p)
@@ -712,7 +618,9 @@ def test_memory_in_bfloat16(preset, monkeypatch):
     def gradients(devices, enabled):
         monkeypatch.setattr(models.Memory, "autocast_on", devices)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            loss = model.loss(x[:, :-1], x[:, 1:])
+            loss, state = model.loss(x[:, :-1], x[:, 1:]), model(x)[1]
+        assert loss.dtype == torch.float32
+        assert model.config.attention or all(a.dtype == torch.float32 for a in tensors(state[0].fast))
         return torch.autograd.grad(loss, list(model.parameters()))
     exact, inside, outside = gradients((), False), gradients(("cpu",), True), gradients((), True)
     for a, b in zip(exact, inside):
@@ -720,63 +628,50 @@ def test_memory_in_bfloat16(preset, monkeypatch):
     assert model.config.attention or not all(map(torch.equal, inside, outside))
 
 
-def memory_of(model, state):
-    """W and S of the first layer; of shards, which end in the padding, the sum of k k^T; of attention nothing."""
-    layer, inner = model.blocks[0].layer, getattr(state[0], "memory", state[0])
-    if model.config.shard:
-        return [] if model.config.wiring != "lmm" else [inner.fast.kk]
-    return [] if model.config.attention else sum(getattr(layer, "memory", layer).weights(inner), ())
-
-
 def alone(model, rows, up):
-    """What each of rows, (1, T_i) tokens, says alone, W and S at its end, and the sum of its gradients."""
-    read = [model(row) for row in rows]
-    grads = torch.autograd.grad(sum((y * a).sum() for (y, _), a in zip(read, up)), list(model.parameters()))
-    return [y for y, _ in read], [memory_of(model, state) for _, state in read], grads
+    """What each of rows, (1, T_i) tokens, says alone, its states, and the sum of its gradients."""
+    said, states = zip(*(model(row) for row in rows))
+    grads = torch.autograd.grad(sum((y * a).sum() for y, a in zip(said, up)), list(model.parameters()))
+    return torch.cat(said, 1)[0], states, grads
 
 
-@every_model
-def test_padding(preset, more):
-    """Rows padded on the right say what they say alone, whole and in pieces, and end with their own W and S; gradients,
-    too. Catches: padding that writes, decays, moves the momentum, or is seen by a window, attention or convolution."""
-    model = shaken(small(preset, **dict(max_norm=0.0) | more))                   # a ball works at the ends of chunks
-    lengths = 16, 12, 8 if more.get("muon_every") == 4 else 6                    # where blocks end, and not in a gap
+@some_models(*KINDS)
+def test_padding(name):
+    """Catches padding that writes, decays, moves the momentum, or is seen by a window, attention or convolution."""
+    model = shaken(made(name, max_norm=0.0))                  # a ball works at the ends of chunks
+    lengths = 16, 12, 8 if name == "token" else 6             # where blocks end, and not in a gap
     x, real, up = tokens(3, 16), torch.arange(16) < torch.tensor(lengths)[:, None], randn(3, 16, 11)
     rows = [x[i:i + 1, :n] for i, n in enumerate(lengths)]
-    wants, ends, grads = alone(model, rows, [a[:n] for a, n in zip(up, lengths)])
-    (y, state), want = model(x, None, real), torch.cat(wants, 1)[0]
+    want, ends, grads = alone(model, rows, [a[:n] for a, n in zip(up, lengths)])
+    y, state = model(x, None, real)
     close(y[real], want)
     close(torch.autograd.grad((y * up)[real].sum(), list(model.parameters())), grads, 1e-9)
-    for i, end in enumerate(ends):                            # exp features: without the rows of the padding's keys
-        close([a[i:i + 1, :, :m.shape[2]] for a, m in zip(memory_of(model, state), end)], end)
+    layer = model.blocks[0].layer
+    for i, end in enumerate(ends):
+        if name in ("atlas++", "forget M0", "token"):
+            close([a[i:i + 1] for a in sum(layer.weights(state[0]), ())], list(sum(layer.weights(end[0]), ())))
     say = lambda x, mask: in_pieces(model, (3, 4, 5, 13), x, mask)[0][mask]
     close(say(x, real), want)
-    gaps = rand(3, 16) > 0.4                                  # and what stands in a gap makes no difference
-    close(say(x, gaps), say(torch.where(gaps, x, tokens(3, 16)), gaps))
+    gaps, x = rand(3, 16) > 0.4, randn(3, 16, 16)             # and what stands in a gap makes no difference, even NaN
+    close(layer(x.where(gaps[..., None], torch.nan), None, gaps)[0][gaps], layer(x, None, gaps)[0][gaps])
     with pytest.raises(ValueError, match="bool"):
-        model(x, None, real.long())
-    layer, x = model.blocks[0].layer, randn(3, 16, 16)                            # nor does NaN there
-    clean, spoilt = (layer(a, None, gaps)[0][gaps] for a in (x, x.where(gaps[..., None], torch.nan)))
-    close([spoilt, *torch.autograd.grad(spoilt.sum(), list(layer.parameters()))],
-          [clean, *torch.autograd.grad(clean.sum(), list(layer.parameters()))])
+        model(tokens(3, 16), None, real.long())
 
 
-@every_model
-def test_reset(preset, more):
-    """A row with a reset after a gap is two rows, whole, in pieces, with gradients. Catches: W, S, an
-    anchor, a pair, a key or the convolution's inputs of the earlier text; a reset of the whole batch."""
-    more = dict(more, persistent=0, **dict(attn_window=4, shard=4 if "shard" in more else 0))
-    more |= dict(attn_window=0) if preset == "transformer" else {}
-    model, x, up = shaken(small(preset, **more)), tokens(2, 16), randn(2, 16, 11)
+@some_models(*KINDS)
+def test_reset(name):
+    """Catches W, S, an anchor, a pair, a key or an input of the earlier text; a reset of the whole batch."""
+    more = dict(persistent=0, attn_window=4 * (name != "transformer"), shard=4 * (name == "shards"))
+    model, x, up = shaken(made(name, **more)), tokens(2, 16), randn(2, 16, 11)
     reset, mask = torch.zeros(2, 16, dtype=torch.bool), torch.ones(2, 16, dtype=torch.bool)
     reset[0, 8], mask[0, 7] = True, False
-    if more.get("forget") == "zero":
+    if model.config.forget == "zero":
         with pytest.raises(ValueError, match="forget"):
             model(x, None, mask, reset)
         return
     rows = [(0, 0, 7), (0, 8, 16), (1, 0, 16)]
-    wants, _, grads = alone(model, [x[i:i + 1, a:b] for i, a, b in rows], [up[i, a:b] for i, a, b in rows])
-    y, want = model(x, None, mask, reset)[0], torch.cat(wants, 1)[0]
+    want, _, grads = alone(model, [x[i:i + 1, a:b] for i, a, b in rows], [up[i, a:b] for i, a, b in rows])
+    y = model(x, None, mask, reset)[0]
     close(y[mask], want)
     close(torch.autograd.grad((y * up)[mask].sum(), list(model.parameters())), grads, 1e-9)
     for cuts in ((8,), (7, 9, 10)):
@@ -786,29 +681,13 @@ def test_reset(preset, more):
             model(x, None, mask, reset.roll(1, 1))
 
 
-@every_model
-def test_every_parameter_learns(preset, more):
-    """At its own start each gets a gradient, and an optimizer's step on a CPU changes it; reading changes none.
-    Catches: dead gates, a detached M0, an inner update under no_grad (the ports' commonest); stride-0 parameters."""
-    model, x = small(preset, **more), tokens(2, 10)
-    before = {name: p.clone() for name, p in model.state_dict().items()}
-    model.loss(x[:, :-1], x[:, 1:]).backward()
-    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
-    torch.optim.AdamW(model.parameters(), lr=0.1).step()
-    for name, p in model.named_parameters():
-        parts = p.grad.chunk(3) if name.endswith("qkv.weight") else [p.grad]     # of q, k and v
-        assert all(part.abs().max() > 0 for part in parts) and not torch.equal(p, before[name]), name
-
-
-@every_model
-def test_low_precision(preset, more):
-    """Models of bfloat16 and half are near the same weights in float32, in pieces, backward, one by one. Catches: M0,
-    gates, phi or a turn of 8 bits, fast weights that are not float32."""
+@some_models("atlas", "deepomega", "omeganet-mac", "swa", "shards")
+def test_low_precision(name):
+    """Catches M0, gates, phi or a turn of 8 bits in models of bfloat16 and half, fast weights that are."""
     x = tokens(2, 13)
-    for dtype, tol in ((torch.bfloat16, 0.06), (torch.half, 0.01))[:1 + (preset in ("atlas", "swa"))]:
-        model = small(preset, **more).to(dtype)
-        exact, (first, state) = deepcopy(model).float()(x)[0], model(x[:, :6])
-        out = torch.cat([first, model(x[:, 6:], state)[0]], 1)
+    for dtype, tol in (torch.bfloat16, 0.06), (torch.half, 0.01):
+        model = made(name).to(dtype)
+        exact, (out, state) = deepcopy(model).float()(x)[0], in_pieces(model, (6,), x)
         assert out.dtype == dtype and next(model.generate(x[:, :3], 1)).shape == (2,)
         close(out.float(), exact, tol)
         model.loss(x, x).backward()
@@ -817,44 +696,38 @@ def test_low_precision(preset, more):
             assert all(a.dtype == torch.float32 for a in tensors(getattr(state[0], "memory", state[0]).fast))
 
 
-@pytest.mark.parametrize("name", ["atlas", "atlas-mag", "omeganet-mac", "shards"])
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped")
-def test_fsdp(name, tmp_path, request):
-    """Sharded models say in two calls what plain ones say. Catches: fast weights or keys of another type."""
-    dist, x, (preset, more) = torch.distributed, tokens(2, 13), MODELS[name]
+def test_fsdp(tmp_path, request):
+    """Catches fast weights or keys of another type: sharded models say in two calls what plain ones say."""
+    dist, x = torch.distributed, tokens(2, 13)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     request.addfinalizer(dist.destroy_process_group)
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    for dtype, casts in ((None, True), (torch.bfloat16, False), (torch.bfloat16, True)):
-        model = deepcopy(plain := small(preset, **more))
+    for casts in False, True:
+        model = deepcopy(plain := made("omeganet-mac"))
         for part, out in (model.blocks[0], None), (model, torch.float32):
-            fsdp.fully_shard(part, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(dtype, None, out, casts))
+            how = fsdp.MixedPrecisionPolicy(torch.bfloat16, None, out, casts)
+            fsdp.fully_shard(part, mesh=mesh, mp_policy=how)
         first, state = model(x[:, :6])
-        if dtype and casts:
+        if casts:
             with pytest.raises(ValueError, match="cast_forward_inputs=False"):
                 model(x[:, 6:], state)
         else:
             both = torch.cat([first, model(x[:, 6:], state)[0]], 1)
-            close(both, in_pieces(plain.to(dtype), (6,), x)[0].float(), 1e-6)
+            close(both, in_pieces(plain.bfloat16(), (6,), x)[0].float(), 1e-6)
             model.loss(x, x).backward()
 
 
-@every_model
+@some_models(*KINDS)
 @torch.no_grad()
-def test_select_and_save(preset, more):
-    """Rows reordered, repeated and dropped go on as they would alone, in the middle of a chunk and where one begins; a
-    file of the state goes on to the bit with an equal model. Catches: M0 cut by rows or saved; a state of another batch
-    that is broadcast."""
-    model, x = shaken(small(preset, **more)), tokens(3, 14)
+def test_select_and_save(name):
+    """Catches M0 cut by rows or saved, rows of another's memory, a file that does not go on to the bit."""
+    model, x = shaken(made(name)), tokens(3, 14)
     other, params = deepcopy(model), {p.data_ptr() for p in model.parameters()}
     for T, rows in (5, [2, 0, 2]), (8, torch.tensor([1, 1, 0, 2])):
         state = model(x[:, :T])[1]
         some, alone = select(state, rows), model(x[rows, :T])[1]
         close([some, model(x[rows, T:], some)], [alone, model(x[rows, T:], alone)], 1e-9)
-        close(select(state[0], rows), alone[0], 1e-9)
-        assert state_bytes(some) == state_bytes(alone)
-        with pytest.raises(ValueError, match=f"batch is {len(rows)}, not 2"):
-            model(x[:2, T:], some)
         torch.save(detach(state), file := io.BytesIO())
         loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
         other.check_state(loaded)
@@ -862,71 +735,13 @@ def test_select_and_save(preset, more):
         assert not params & {a.data_ptr() for a in tensors(state) if a.numel()}
 
 
-def test_a_state_in_a_new_process(tmp_path):
-    """Catches: a file that only the process that wrote it can read."""
-    x, names = tokens(2, 11), ("atlas", "shards", "omeganet-mac", "swa")
-    made = {name: small(MODELS[name][0], **MODELS[name][1]) for name in names}
-    ends = {name: model(x[:, :6])[1] for name, model in made.items()}
-    torch.save({name: [asdict(model.config), model.state_dict(), detach(ends[name]),
-                       model(x[:, 6:], ends[name])[0].detach()] for name, model in made.items()}, tmp_path / "f")
-    subprocess.run([sys.executable, "-c", """if True:
-        import sys, torch, models
-        torch.set_num_threads(1)
-        x, all = torch.tensor(eval(sys.argv[2])), torch.load(sys.argv[1], weights_only=True)
-        for config, weights, state, out in all.values():
-            model = models.LM(models.Config(**config))
-            model.load_state_dict(weights)
-            assert torch.equal(model(x, state)[0], out)
-        """, str(tmp_path / "f"), str(x[:, 6:].tolist())], check=True, cwd=ROOT)
-
-
-MISFITS = [                                                   # model, what the state's model has else, what is told
-    ("atlas", dict(window=2), "window is 2, not 3"), ("atlas", dict(chunk=8), "chunk is 8, not 4"),
-    ("atlas", dict(muon_every=1), "muon_every is 1, not 2"), ("atlas", dict(muon=False), "muon is False"),
-    ("atlas", dict(momentum=False), "momentum is False"), ("atlas", dict(forget="zero"), "forget is zero, not start"),
-    ("atlas", dict(n_head=4, head_dim=4), "n_head is 4, not 2"), ("atlas", dict(shard=8), "shard is 8, not 0"),
-    ("atlas", dict(wiring="mag"), "wiring is mag, not lmm"),
-    ("omeganet-mac", dict(attn_window=5), "attn_window is 5, not 3"), ("atlas-mag", dict(wiring="mac"), "wiring"),
-    ("swa", dict(attn_window=2), "attn_window is 2"), ("titans", dict(features="monomial"), "features is monomial"),
-    ("atlas", dict(memory="gated"), "memory is gated, not mlp")]
-
-
-@pytest.mark.parametrize("name, more, word", MISFITS, ids=str)
-def test_a_state_that_does_not_fit(name, more, word):
-    """Catches: a state of another model that runs on in silence, or ends in a riddle about sizes."""
-    (preset, its), x = MODELS[name], tokens(2, 10)
-    model, other = small(preset, **its), small(preset, **{**its, **more})
-    state = other(x[:, :5])[1]
-    for f in (lambda: model(x, state), lambda: model.blocks[0].layer(torch.randn(2, 3, 16), state[0]),
-              lambda: model.check_state(state)):
-        with pytest.raises(ValueError, match=word):
-            f()
-
-
-@pytest.mark.parametrize("name", "atlas omeganet-mac atlas-mag deepomega swa shards tie token token-mac".split())
-@torch.no_grad()
-def test_any_device(name):
-    """Catches: what only a CPU's branch can do; numbers read back by the host."""
-    model, state = small(MODELS[name][0], **MODELS[name][1]).to("meta"), None
-    for T in (1, 9):
-        logits, state = model(torch.zeros(2, T, dtype=torch.long, device="meta"), state)
-        assert logits.shape == (2, T, 11)
-    assert state_bytes(state) > 0
-
-
-def test_parameter_counts():
-    """Catches: a preset that is silently another model."""
-    assert [models.build(preset).num_params() for preset in models.PRESETS] == [
-        910752, 910752, 878192, 878192, 881280, 1047158, 899808, 906864, 928480, 928480, 934886, 916358, 1206918]
-
-
 @torch.no_grad()
 def test_switches_do_something():
     """Catches: a field of Config that nothing reads; an ablation would compare a model with itself."""
     alone = dict(
-        window=1, degree=1, memory="linear", muon=False, momentum=False, keep=False, conv=False, window_gate="uniform",
-        chunk=8, muon_every=1, ns_steps=2, loss="dot", ns_coefficients="muon", max_step=0.25, memory_norm=True,
-        forget="zero", expansion=3, features="sketch", tie=True, mlp_hidden=8, max_norm=0.1, n_layer=2, wiring="mag")
+        window=1, degree=1, memory="linear", muon=False, momentum=False, keep=False, conv=False,
+        chunk=8, muon_every=1, ns_steps=2, loss="dot", ns_coefficients="muon", max_step=0.25,
+        forget="zero", expansion=3, features="sketch", tie=True, max_norm=0.1, n_layer=2, wiring="mag")
     pairs = (dict(wiring="mag"), "persistent", 0), (dict(wiring="mac"), "attn_window", 4)
     for more, name, value in [*(({}, *item) for item in alone.items()), *pairs]:
         out = []
@@ -937,14 +752,14 @@ def test_switches_do_something():
 
 
 def test_config_reaches_the_rule():
-    """Catches: two fields swapped; a muon_every beyond the chunk; an atlas less its parts that is not titans; settings
-    of the layer alone that are not those of atlas."""
+    """Catches two fields swapped, and a preset or settings of the layer that are another model."""
     config = models.Config(memory="gated", loss="dot", window=3, chunk=5, muon_every=2, ns_steps=4,
-                           ns_coefficients="cubic", memory_norm=True, forget="zero", max_norm=7.0)
+                           ns_coefficients="cubic", forget="zero", max_norm=7.0)
     assert rule_of(config) == Rule("gated", "dot", 3, 5, 2, 4, "cubic", "zero", norm=True, ball=7.0)
-    assert rule_of(models.Config(error="token", muon=False)).error == "token"
-    assert vars(settings()).items() <= vars(models.configure("atlas")).items()
     assert [rule_of(models.Config(chunk=5, muon=m)).muon_every for m in (True, False)] == [5, 0]
+    assert vars(settings()).items() <= vars(models.configure("atlas")).items()
+    assert [models.build(preset).num_params() for preset in models.PRESETS] == [
+        910752, 910752, 878192, 878192, 881280, 1047158, 899808, 906864, 928480, 928480, 934886, 916358, 1206918]
     a, b, x = small("atlas", window=1, muon=False, features="none"), small("titans"), tokens(2, 9)
     b.load_state_dict(a.state_dict())
     assert torch.equal(a(x)[0], b(x)[0])
@@ -952,36 +767,25 @@ def test_config_reaches_the_rule():
     assert [models.configure(preset, "340m", **more).features for preset, more in cases] == ["sketch", "none", "exp"]
 
 
-BAD = [(dict(preset=preset, **more), word) for preset, more, word in (
-    ("altas", {}, "atlas"), ("atlas", dict(window=0), "--window"), ("atlas", dict(n_layer=2.0), "int"),
-    ("atlas", dict(n_layer=True), "int"), ("atlas", dict(memory="cubic"), "gated"),
-    ("atlas", dict(n_head=5, head_dim=0), "--n-head"), ("atlas", dict(max_norm=math.nan), "--max-norm"),
-    ("atlas", dict(features="exp"), "--no-muon"), ("swa", dict(wiring="mag"), "memory"),
-    ("atlas", dict(shard=4, wiring="mac"), "--shard"), ("atlas", dict(degree=4, head_dim=64), "107 GB"),
-    ("titans", dict(TOKEN, loss="huber"), "l2 or dot"), ("titans", dict(TOKEN, memory="mlp", memory_norm=True), "norm"),
-    ("atlas", dict(muon_every=8), "muon_every of chunk, 64, not 8"))]
-
-
-@pytest.mark.parametrize("more, word", BAD, ids=str)
-def test_bad_configurations(more, word):
-    """Catches: a mistake that is not told in one line with the flag or the choices."""
-    with pytest.raises(ValueError, match=word) as caught:
-        models.configure(**more)
-    assert "\n" not in str(caught.value)
+MISFITS = dict(window=2, chunk=8, muon=True, wiring="mag", n_head=1, shard=8, features="none")
 
 
 def test_bad_arguments():
-    """Catches: an AttributeError or a riddle about sizes from inside, where the caller's mistake should be named."""
+    """Catches a riddle from inside, or a state of another model that runs on in silence."""
     model, x, hidden = small("omeganet"), tokens(2, 6), torch.randn(2, 6, 16)
-    state, layer, first = model(x)[1], model.blocks[0].layer, lambda *args, **how: next(model.generate(*args, **how))
+    state, layer, first = model(x)[1], model.blocks[0].layer, lambda *args: next(model.generate(*args))
+    states = {name: small("omeganet", **{name: value})(x)[1] for name, value in MISFITS.items()}
     for word, f, *args in (
-        ("of its own, not a tuple", layer, hidden, state), ("states of its layers", model, tokens(2, 3), state[0]),
-            ("indices", select, state, 0), ("indices", select, state, [0.5]),
-            ("not a str", model.check_state, {"step": 1}),
-        (r"\(B, T >= 1", first, x[0], 3), (r"\(B, T >= 1", first, x[:, :0], 3), (r"\(B, T >= 1", model, x[0]),
-        ("at least 0", first, x, 3, -1.0), ("at least 0", first, x, 3, 1.0, -1), ("target", model.loss, x, x[:, 1:]),
-        *(("top_p to 1", first, x, *bad) for bad in ((3, math.nan), (3, 1.0, 0, math.nan), (3, 1.0, 0, 1.5), (-1,))),
-        ("n_layer is 2", model, x, state * 2), (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]),
+        *((f"{name} is {value}, not", model, x, states[name]) for name, value in MISFITS.items()),
+        ("window is 2, not 3", layer, hidden, states["window"][0]), ("batch is 2, not 1", model, x[:1], state),
+        ("window is 2, not 3", model.check_state, states["window"]), ("not a str", model.check_state, {"step": 1}),
+        ("of its own, not a tuple", layer, hidden, state), ("states of its layers", model, x, state[0]),
+        ("n_layer is 2", model, x, state * 2), ("indices", select, state, [0.5]),
+        ("atlas", models.configure, "altas"), ("int", partial(models.configure, n_layer=2.0)),
+        ("l2 or dot", partial(models.configure, "titans", error="token", loss="huber")),
+        (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]), ("target", model.loss, x, x[:, 1:]),
+        (r"\(B, T >= 1", first, x[:, :0], 3), (r"\(B, T >= 1", model, x[0]),
+        ("at least 0", first, x, 3, 1.0, -1), ("top_p to 1", first, x, 3, math.nan),
     ):
         with pytest.raises(ValueError, match=word):
             f(*args)
@@ -1005,7 +809,7 @@ def softmax_attention(q, k, v, seen):
     return (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
-@pytest.mark.parametrize("window", [0, 1, 3])
+@pytest.mark.parametrize("window", [0, 3])
 @torch.no_grad()
 def test_attention_by_hand(window):
     """Catches: a window off by one, a lost norm, a prefix with a position or out of sight, turns the other way."""
@@ -1030,31 +834,13 @@ def test_attention_piece_by_piece():
         close(wiring.attend(q, k, v, w, pk, pv), softmax_attention(q, keys, values, F.pad(seen, (2, 0), value=True)))
 
 
-def test_rope_is_relative():
-    """Catches: angles in float32, off by 0.3 after 20 million tokens; q and k turned by different positions."""
-    q, k = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
-    near, far = (a @ b.mT for a, b in (wiring.rope(pos, q, k) for pos in (0, 20_000_000)))
-    close(far, near, 1e-5)
-    assert not torch.allclose(near, q @ k.mT, atol=0.1)
-
-
 @torch.no_grad()
-def test_wirings_by_hand(monkeypatch):
-    """Titans Eq 21-31, and what comes first. Catches: a MAC that writes before it attends, or reads what it has just
-    written, h of later tokens, persistent tokens without effect (lucidrains of his own: "never done correctly")."""
-    calls = []
-    for owner, name, call in ((models.Memory, "forward", "write"), (models.Memory, "retrieve", "read"),
-                              (F, "scaled_dot_product_attention", "attend")):
-        def recorded(*args, f=getattr(owner, name), call=call, **more):
-            calls.append(call)
-            return f(*args, **more)
-        monkeypatch.setattr(owner, name, recorded)
-    x, order = randn(1, 8, 16), dict(mag="attend write", mal="write attend", mac=" ".join(3 * ["read attend write"]))
-    for how, want in order.items():
+def test_wirings_by_hand():
+    """Catches a MAC that writes before it attends, reads what it has just written, or looks ahead."""
+    x = randn(1, 8, 16)
+    for how in "mag", "mal", "mac":
         layer = shaken(small("atlas", wiring=how)).blocks[0].layer
-        calls.clear()
         y, a, px = layer(x)[0], layer.attention, torch.cat([layer.persistent[None], x], 1)
-        assert calls == want.split()
         gated = lambda y, m: layer.y_norm(y) * layer.m_norm(m).sigmoid()
         if how == "mag":
             close(y, gated(a(x, prefix=layer.persistent)[0], layer.memory(px)[0][:, 2:]))
@@ -1075,8 +861,7 @@ def test_wirings_by_hand(monkeypatch):
 
 @torch.no_grad()
 def test_a_block_by_hand():
-    """Gated DeltaNet, from x to x. Catches: a residual or a norm lost, a convolution that sees the future, keys of
-    another length, q, k, v or gates of another head or scale."""
+    """Catches a residual or norm lost, a convolution that sees the future, parts of another head or scale."""
     block, x = shaken(small("deltanet", chunk=1, keep=True)).blocks[0], randn(2, 7, 16)
     layer, m, ys = block.layer, block.mlp, []
     rms = lambda x, w: w * x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt()
@@ -1095,29 +880,22 @@ def test_a_block_by_hand():
 
 
 def test_gates():
-    """Catches: gates out of range; a window that weighs more the longer it is."""
-    layer, x = small("atlas").blocks[0].layer, torch.randn(2, 7, 16)
+    """Catches gates out of range, of 8 bits, or whose weights leave their module, which may have a LoRA around it."""
+    layer, x = small("atlas").blocks[0].layer, torch.randn(2, 7, 16).bfloat16()
     layer.gates.weight.data *= 100
-    before = layer.make_gates(x)
-    assert all(0 <= a.min() and 0.9 * top < a.max() <= top for a, top in zip(before, (1, 2 / 4, 1, 1 / 3)))
-    assert before.gate.shape == (2, 2, 7, 3) and before.keep.shape == (2, 2, 7)
-    g = small("atlas", keep=False, momentum=False, window_gate="uniform").blocks[0].layer.make_gates(x)
-    assert g.keep.min() == 1 and g.momentum is None and torch.allclose(g.gate.sum(-1), torch.ones(2, 2, 7))
-    for start in (0.0, -3.0):                                 # where x says nothing, a bias decides
-        step = small("atlas", step_start=start).blocks[0].layer.make_gates(torch.zeros(1, 1, 16)).step
-        close(step, torch.full((1, 2, 1), 2 / 4 * torch.tensor(start).sigmoid().item() ** 2), 1e-6)
-
-
-def test_adapted_gates():
-    """Catches: gates that take the weights out of their module, or that round to 8 bits in a model of bfloat16."""
-    layer, x = small("atlas").blocks[0].layer.bfloat16(), torch.randn(2, 7, 16).bfloat16()
-    want = deepcopy(layer.float()).make_gates(x.float())
-    layer.gates = torch.nn.Sequential(layer.gates, torch.nn.PReLU(init=1.0))     # a module around it, as with LoRA
-    close([layer.make_gates(x), layer.bfloat16().make_gates(x)], [want, want], 1e-6)
+    want = layer.make_gates(x.float())
+    assert all(0 <= a.min() and 0.9 * top < a.max() <= top for a, top in zip(want, (1, 2 / 4, 1, 1 / 3)))
+    assert want.gate.shape == (2, 2, 7, 3) and want.keep.shape == (2, 2, 7)
+    want = deepcopy(layer.bfloat16()).float().make_gates(x.float())
+    layer.gates = torch.nn.Sequential(layer.gates, torch.nn.PReLU(init=1.0))
+    close([layer.make_gates(x)], [want], 1e-6)
+    g = small("atlas", keep=False, momentum=False).blocks[0].layer.make_gates(torch.zeros(1, 1, 16))
+    assert g.keep.min() == 1 and g.momentum is None           # where x says nothing, a bias decides
+    close(g.step, torch.full((1, 2, 1), 2 / 4 * 0.5 ** 2), 1e-6)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("features", ["none", "monomial", "elementwise", "sketch", "exp"])
+@pytest.mark.parametrize("features", ["monomial", "sketch", "exp"])
 def test_a_step_of_1_learns_a_pair(features):
     """Catches: error = "token" with steps that |phi(k)|^2 does not divide, or a norm of another phi."""
     rule, one, M0 = Rule("linear", chunk=4, forget="start", error="token"), torch.ones(2, 2, 7), torch.zeros(2, 1, 8)
@@ -1129,10 +907,9 @@ def test_a_step_of_1_learns_a_pair(features):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("memory, muon", [("linear", False), ("linear", True), ("mlp", True), ("gated", False)])
+@pytest.mark.parametrize("memory, muon", [("linear", False), ("mlp", True)])
 def test_steps_at_their_bound_do_not_explode(memory, muon):
-    """Full steps and long momentum on random tokens, without a ball: |W| was 1e7 to 1e42. Catches a step or a pair's
-    gradient that nothing divides."""
+    """Catches a step or a gradient that nothing divides: |W| was 1e7 to 1e42."""
     model = small("atlas", memory=memory, muon=muon, error="token", window=1, muon_every=0, chunk=16, max_norm=0.0)
     layer = model.double().blocks[0].layer
     layer.gates.weight.zero_()
@@ -1150,13 +927,13 @@ def test_dropout():
     assert torch.equal(model.eval()(x)[0], plain(x)[0])
 
 
-@pytest.mark.parametrize("name", ["atlas", "omeganet-mac", "swa"])
+@some_models("omeganet-mac", "swa")
 def test_remat(name):
     """Backward computes each block again and finds the same gradients, with dropout. Catches: a --remat in vain."""
     calls, found, x = [], [], tokens(2, 9)
     for remat in (False, True):
         torch.manual_seed(0)
-        model = small(MODELS[name][0], **{**MODELS[name][1], "dropout": 0.5, "n_layer": 2})
+        model = made(name, dropout=0.5, n_layer=2)
         model.remat = remat
         for block in model.blocks:
             block.layer.register_forward_hook(lambda *_: calls.append(remat))
@@ -1166,35 +943,17 @@ def test_remat(name):
     assert (calls.count(False), calls.count(True)) == (4, 6) and all(map(torch.equal, *map(tensors, found)))
 
 
-@pytest.mark.parametrize("name", ["atlas", "omeganet-mac", "deepomega", "swa"])
-def test_autocast_keeps_the_memory_in_float32(name, monkeypatch):
-    """Catches: fast weights in bfloat16, where a keep of 0.999 is 1; a loss of three digits; states of bfloat16."""
-    (preset, more), x = MODELS[name], tokens(2, 13)
-    model = small(preset, **more)
-    exact, seen, real = model(x)[0], [], chunks.run
-    monkeypatch.setattr(chunks, "run", lambda *args: seen.extend([args, out := real(*args)]) or out)
-    with torch.autocast("cpu", torch.bfloat16):
-        first, state = model(x[:, :6])
-        rest, state = model(x[:, 6:], state)
-        assert first.dtype == torch.bfloat16 and model.loss(x, x).dtype == torch.float32
-    close(torch.cat([first, rest], 1).float(), exact, 0.06)
-    assert all(a.dtype == torch.float32 for a in tensors(seen)) and bool(seen) == (preset != "swa")
-
-
 # ---- models.py: the language model
 
-@pytest.mark.parametrize("name", ["atlas", "deepomega", "swa", "transformer", "omeganet-mac"])
+@some_models("atlas", "deepomega", "swa", "omeganet-mac")
 def test_generate(name):
-    """Greedy text is what reading everything again says. Catches: a prompt that counts by its last token
-    (atlas-pytorch), a state that generating changes, a long prompt that loses pieces, tokens that no gradient takes."""
-    model, x = shaken(small(MODELS[name][0], **MODELS[name][1])), tokens(2, 7)
-    drawn = list(model.generate(x, 8, temperature=0))
-    text, (_, state) = torch.cat([x, torch.stack(drawn, 1)], 1), model(x[:, :5])
-    assert text.shape == (2, 15) and torch.equal(model(text)[0][:, 6:-1].argmax(-1), text[:, 7:])
-    for _ in range(2):
-        assert torch.equal(torch.stack(list(model.generate(x[:, 5:], 8, temperature=0, state=state)), 1), text[:, 7:])
-    model.loss(drawn[0][:, None], drawn[1][:, None]).backward()
-    ends = []
+    """Catches a prompt that counts by its last token, a state that generating changes, a piece that is lost."""
+    model, x = shaken(made(name)), tokens(2, 7)
+    greedy = lambda x, n, state=None: torch.stack(list(model.generate(x, n, temperature=0, state=state)), 1)
+    text, (_, state), ends = torch.cat([x, greedy(x, 8)], 1), model(x[:, :5]), []
+    assert torch.equal(model(text)[0][:, 6:-1].argmax(-1), text[:, 7:])
+    assert all(torch.equal(greedy(x[:, 5:], 8, state), text[:, 7:]) for _ in range(2))
+    model.loss(text[:, 7:8], text[:, 8:9]).backward()
     for n in (8, 0):                                          # the last token is drawn and not read
         list((lambda: (ends.append((yield from model.generate(x, n, temperature=0)))))())
     close(ends, [model(text[:, :-1])[1], model(x)[1]])
@@ -1203,13 +962,12 @@ def test_generate(name):
     assert torch.equal(draw(1), draw(1)) and not torch.equal(draw(1), draw(2))
     if name == "atlas":
         long = tokens(1, 1030)
-        assert torch.equal(next(model.generate(long, 1, temperature=0)), model(long)[0][:, -1].argmax(-1))
+        assert torch.equal(greedy(long, 1)[:, 0], model(long)[0][:, -1].argmax(-1))
 
 
 FILTERS = [                       # temperature, top_k, top_p -> tokens that may come from probabilities .1 .4 .2 .3
-    (1, 0, 1.0, {0, 1, 2, 3}), (1, 2, 1.0, {1, 3}), (1, 1, 1.0, {1}), (1, 9, 1.0, {0, 1, 2, 3}), (1, 0, 0.0, {1}),
-    (1, 0, 0.39, {1}), (1, 0, 0.41, {1, 3}), (1, 0, 0.69, {1, 3}), (1, 0, 0.71, {1, 2, 3}), (1, 3, 0.5, {1, 3}),
-    (0, 0, 1.0, {1}), (1e-40, 0, 1.0, {1})]
+    (1, 0, 1.0, {0, 1, 2, 3}), (1, 2, 1.0, {1, 3}), (1, 9, 1.0, {0, 1, 2, 3}), (1, 0, 0.0, {1}), (1, 0, 0.39, {1}),
+    (1, 0, 0.41, {1, 3}), (1, 0, 0.71, {1, 2, 3}), (1, 3, 0.5, {1, 3}), (0, 0, 1.0, {1}), (1e-40, 0, 1.0, {1})]
 
 
 def test_sample():
@@ -1230,79 +988,54 @@ def test_loss_by_hand():
     close(model.loss(x, torch.where(torch.arange(9) < 5, y, -100)), -p[:, :5].mean(), 1e-6)
 
 
-@pytest.mark.parametrize("name", ["atlas", "forget M0", "deepomega", "omeganet-mac", "swa"])
-def test_detach(name):
-    """Training on segments. Catches: a graph that grows over segments, M0 cut off where all is counted from it."""
-    model, x, y = small(MODELS[name][0], **MODELS[name][1]), tokens(2, 9), tokens(2, 9)
-    _, state = model(x)
-    cut, M0 = detach(state), [p for n, p in model.named_parameters() if ".M0." in n]
-    assert any(a.grad_fn for a in tensors(state)) and not any(a.grad_fn for a in tensors(cut))
-    close(cut, state, 0)
-    model(y, cut)[0].square().sum().backward()
-    assert [p.grad is not None for p in M0] == [model.config.forget == "start"] * len(M0)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", ["omeganet", "atlas", "atlas-mac", "swa"])
+@some_models("omeganet", "atlas", "atlas-mac", "swa")
 def test_a_gpu_computes_the_same(name, compiled, eager_again):
     """Other kernels, products for recurrences, compiled regions: the numbers of a CPU, in float64."""
-    model, x = shaken(small(MODELS[name][0], **MODELS[name][1])), tokens(2, 24)
+    model, x = shaken(made(name)), tokens(2, 24)
     want = loss_and_gradient(model, x)
     if compiled:
         model.compile_memory()
     close([a.cpu() for a in loss_and_gradient(model.cuda(), x.cuda())], want, 1e-8)
 
 
-@pytest.mark.parametrize("name", ["atlas", "omeganet-mag", "omeganet-mac", "forget M0", "deepomega"])
+@some_models("atlas", "forget M0", "deepomega")
 def test_probe(name):
-    """Token by token, the same. Catches: a surprise after the write, persistent tokens counted, M0 as a write."""
-    model, x = shaken(small(MODELS[name][0], **MODELS[name][1])).eval(), tokens(2, 10)
-    [found] = eval.probe(model, x)
-    layer, rule, calls = model.blocks[0].layer, rule_of(model.config), []
-    inside = getattr(layer, "memory", layer)
-    hook = inside.register_forward_hook(lambda _, args, out: calls.append(args))
-    said = layer(y := model.blocks[0].norm1(model.embed(x)), None)[0]
-    hook.remove()
-    surprise = []
-    for z, state, *_ in calls:                                # one for each segment of mac
-        state = state or inside.start(z)
-        for t in range(z.shape[1]):
-            k, v = inside.project(z[:, t:t + 1], state)[1:3]
-            read = inside.recall(k, inside.weights(state)[0], state.fast.keys)
-            surprise.append((read - v).square().sum(-1) / 2)
-            state = inside(z[:, t:t + 1], state)[1]
-    close(found["surprise"], torch.cat(surprise, -1)[..., -10:], 1e-9)
-    assert (found["untaught"] - found["surprise"])[..., -1].abs().min() > 1e-4
-    W, S = inside.weights(state)
-    written = [w - m for w, m in zip(W, poly.grown(inside.M0, [w.shape[2] for w in W]))]
-    for name, matrices in ("written", written), ("S", S):
-        if matrices:
-            close(found[name], sum(a.square().sum((2, 3)) for a in matrices).sqrt(), 1e-9)
-    assert ("S" in found) == model.config.momentum
-    gates = inside.make_gates(z)
-    close([found[name][..., -1] for name in ("keep", "step")], [a[..., -1] for a in gates[:2]], 1e-12)
+    """Token by token, the same. Catches: a surprise after the write, M0 that counts as written, a gate of another."""
+    model, x = shaken(made(name)).eval(), tokens(2, 10)
+    [found], layer, state, surprise = eval.probe(model, x), model.blocks[0].layer, None, []
+    z = model.blocks[0].norm1(model.embed(x))
+    said = layer(z)[0]
+    for t in range(10):
+        state = state or layer.start(z)
+        k, v = layer.project(z[:, t:t + 1], state)[1:3]
+        read = layer.recall(k, layer.weights(state)[0], state.fast.keys)
+        surprise.append((read - v).square().sum(-1) / 2)
+        state = layer(z[:, t:t + 1], state)[1]
+    close(found["surprise"], torch.cat(surprise, -1), 1e-9)
+    W = layer.weights(state)[0]
+    written = [w - m for w, m in zip(W, poly.grown(layer.M0, [w.shape[2] for w in W]))]
+    close(found["written"], sum(a.square().sum((2, 3)) for a in written).sqrt(), 1e-9)
+    close([found["keep"], found["step"]], list(layer.make_gates(z)[:2]), 1e-12)
     model.config.max_step, model.config.keep = 0.0, False
-    close(found["share"], (said - layer(y)[0]).norm() / said.norm(), 1e-12)
+    close(found["share"], (said - layer(z)[0]).norm() / said.norm(), 1e-12)
 
 
-@pytest.mark.parametrize("how", ["mag", "mac"])
-def test_polarise_and_floor(how):
-    """Catches: a term or a floor that has no gradient, or is of another gate; a floor that only training knows."""
-    plain, x, y, told = shaken(small("omeganet", wiring=how)), tokens(2, 9), tokens(2, 9), []
-    polar = models.LM(models.Config(**{**asdict(plain.config), "polarise": 0.5})).double()
+def test_polarise_and_floor():
+    """Catches: a term or a floor that has no gradient, or is of another gate."""
+    plain, x, y, told = shaken(made("omeganet-mag")), tokens(2, 9), tokens(2, 9), []
+    polar = models.LM(replace(plain.config, polarise=0.5)).double()
     polar.load_state_dict(plain.state_dict())
-    polar.blocks[0].layer.m_norm.register_forward_hook(lambda *a: told.append(a[2].sigmoid()))
-    losses = polar.loss(x, y), plain.loss(x, y)
-    close(losses[0] - losses[1], 0.5 * sum((1 - (2 * g - 1).abs()).mean() for g in told) / len(told), 1e-12)
-    slope = [torch.autograd.grad(a, m.blocks[0].layer.m_norm.weight)[0] for a, m in zip(losses, (polar, plain))]
-    assert (slope[0] - slope[1]).abs().max() > 1e-3
-    floored = models.Config(**{**asdict(plain.config), "memory_floor": "0.3,0.2,0.1"})
+    norm = polar.blocks[0].layer.m_norm
+    norm.register_forward_hook(lambda *a: told.append(a[2].sigmoid()))
+    term = polar.loss(x, y) - plain.loss(x, y)
+    close(term, 0.5 * (1 - (2 * told[0] - 1).abs()).mean(), 1e-12)
+    assert torch.autograd.grad(term, norm.weight)[0].abs().max() > 1e-3
+    floored = replace(plain.config, memory_floor="0.3,0.2,0.1")
     layer = wiring.Wiring(floored, models.Memory(floored)).double()
-    says, m = randn(2, 9, 16), randn(2, 9, 16).requires_grad_()
-    g = layer.m_norm(m).sigmoid()
-    close(layer.gated(says, m), 0.9 * layer.y_norm(says) * g + 0.1 * layer.m_norm(m), 1e-12)
-    assert torch.autograd.grad(layer.gated(0 * says, m)[..., 0].sum(), m)[0].abs().max() > 1e-3      # the memory alone
+    says, m = randn(2, 9, 16), randn(2, 9, 16)
+    close(layer.gated(says, m), 0.9 * layer.y_norm(says) * layer.m_norm(m).sigmoid() + 0.1 * layer.m_norm(m), 1e-12)
 
 
 # ---- data.py
@@ -1332,79 +1065,51 @@ def test_shakespeare(tmp_path, monkeypatch, capsys, served):
         assert capsys.readouterr().err.count("\n") == 1 and not path.exists()
 
 
-def test_json_and_mixes(tmp_path, monkeypatch):
-    """Catches: another field, a lost line between books, weights that do nothing, validation text in the training."""
+def test_files_folders_and_mixes(tmp_path, monkeypatch):
+    """Catches another field, a text read twice by a link, weights that do nothing, mixed-up splits."""
     monkeypatch.chdir(tmp_path)
-    Path("a.jsonl").write_text('{"text": "To\u2028be", "title": "x"}\n\n{"text": "or"}\n')
-    Path("b.json").write_text('[{"text": "not"}, {"text": "to"}]')
-    for name, *rows in ("a.jsonl", "To\u2028be", "or"), ("b.json", "not", "to"):
-        assert data.read(name).text.split(data.BORDER) == rows
-    Path("c.txt").write_text("c" * 90 + "C" * 10)
-    Path("d.jsonl").write_text('{"text": "' + "d" * 900 + "D" * 100 + '"}')
-    corpus, byte = data.read("c.txt:1,d.jsonl:3"), data.make_tokenizer("byte", "")
+    for name, body in {"d/a.JSONL": '{"text": "To\u2028be", "title": "x"}\n{"text": " "}\n{"text": "or"}\n',
+                       "d/sub/b.json": '[{"text": "not"}, {"text": "to"}]', "d/no.md": "no", "d/.git/z.txt": "no",
+                       "c.txt": "c" * 90 + "C" * 10, "d.json": '{"text": "' + "d" * 900 + "D" * 100 + '"}'}.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(body)
+    Path("d/c.json").symlink_to("sub/b.json")
+    assert data.read("d").text.split(data.BORDER) == ["To\u2028be", "or", "not", "to"]
+    corpus, byte = data.read("c.txt:1,d.json:3"), data.make_tokenizer("byte", "")
     train, val = (byte.decode(ids[:]) for ids in corpus.splits(byte, 4))
     assert train == "c" * 300 + "d" * 900 and val == "C" * 10 + "D" * 30            # 1 : 3, both of them
-    assert corpus.text[:990] == "c" * 90 + "d" * 900 and corpus.used == "c.txt:1,d.jsonl:3"
-    assert corpus.sha256 not in (data.read("c.txt:2,d.jsonl:3").sha256, data.read("d.jsonl").sha256)
+    assert corpus.text[:990] == "c" * 90 + "d" * 900 and corpus.used == "c.txt:1,d.json:3"
+    assert corpus.sha256 not in (data.read("c.txt:2,d.json:3").sha256, data.read("d.json").sha256)
 
 
-def test_links_and_kinds_of_files(tmp_path):
-    """Each real file once, whatever links to it, and no hidden ones, as editors leave. Catches: a text read 41 times,
-    so that validation text is trained on; a hang where links form a circle; a kind of file skipped in silence."""
-    for name, body in {"d/b.txt": "B", "d/sub/a.JSONL": '{"text": "A"}\n{"text": " "}\n{"text": "C"}',
-                       "d/z.json": '{"text": "Z"}', "d/empty.txt": "", "d/no.md": "no", "d/._b.txt": "B",
-                       "d/.ipynb_checkpoints/b-checkpoint.txt": "B", "d/sub/.git/z.txt": "no"}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(body)
-    for link, to in {"d/self": ".", "d/sub/up": "..", "d/c.txt": "b.txt", "d/a": "sub", "e": "d"}.items():
-        (tmp_path / link).symlink_to(to)
-    for folder in "de":
-        assert data.read(tmp_path / folder).text.split(data.BORDER) == ["A", "C", "B", "Z"]
-    (tmp_path / "d/sub").rename(tmp_path / "sub")
-    assert data.read(tmp_path / "d").text.split(data.BORDER) == ["B", "Z"]
-    (tmp_path / "d/b.txt").unlink()                           # c.txt is a link to it
-    with pytest.raises(common.UserError, match=r"d/c.txt, a link: FileNotFound[^\n]*\Z"):
-        data.read(tmp_path / "d")
-
-
-@pytest.mark.parametrize("name, body, word", [
-    ("t.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "line 3: JSONDecodeError .*: column 13"),
-    ("t.JSONL", b'{"text": "a"}\n{"txt": "b"}', "JSONL, line 2: KeyError 'text'"),
-    ("t.json", b'{"text": 1}', '"text" is no string'), ("a/t.txt", b"abcdef\xe9", "t.txt, block 2: .*0xe9 in pos.* 2"),
-    ("t.jsonl", b'{"text": "\xe9"}', "line 1: .*byte 0xe9 in position 0.*iconv"),
-    ("t.txt.gz", b"\x1f\x8b\x08", "gunzip"), ("a/t.gz", b"", "no text in a; .*gunzip"),
-    ("a/train.bin", b"ab", "no text"), ("train.bin", b"T\0o\0", "folder of"),
-    ("x", b"", "a.txt,x: .*no such file.*with weights, a.txt:0.4")], ids=lambda part: None)
-def test_texts_that_cannot_be_read(tmp_path, monkeypatch, name, body, word):
-    """One line names the file, the line and what to do. Catches a traceback, raw JSON as a text, advice on another
-    fault."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data, "BLOCK", 4)
-    Path("a").mkdir()
-    Path(name).write_bytes(body)
-    with pytest.raises(common.UserError, match=rf"(?i)^[^\n]*{word}[^\n]*\Z"):
-        data.read({"x": "a.txt,x"}.get(name, name.partition("/")[0]))
+LLM_C = np.array([20240520, 1, 300] + [0] * 253, "<i4").tobytes()
 
 
 def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch):
+    """The line names the file, the line and what to do. Catches: a traceback, raw JSON as a text, ids of four bytes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: open("/gone"))           # an OSError, as without network
-    for name, body in {"empty": b"\n\n", "latin": b"\xef\xbb\xbf ab\xe9t\xe9",
-                       "tok/train.bin": b"\1\0" * 20, "tok/val.bin": b"\1\1\0\0" * 5}.items():
+    for name, body in {"empty": b"\n\n", "latin": b"\xef\xbb\xbf ab\xe9t\xe9", "a.jsonl": b'{"text": "a"}\n{"b": 1}',
+                       "b.json": b'{"text": 1}', "c.txt.gz": b"\x1f\x8b\x08", "tok/train.bin": b"\1\0" * 20,
+                       "tok/val.bin": b"\1\1\0\0" * 5, "odd/train.bin": b"\1\0\1", "name/medieval.bin": b"\1\0" * 9,
+                       "wide/val.bin": np.arange(999, dtype="<u4").tobytes(),
+                       "cut/val.bin": LLM_C + b"\1\0" * 299}.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_bytes(body)
     tokens, byte = data.read("tok"), data.make_tokenizer("byte", "")
     for call, args, word in [
             (data.read, ["gone"], "No such file"), (data.read, ["empty"], "no text"),
-            (data.read, ["latin"], "byte 0xe9 in position 3"), (data.read, ["tok:0,tok:1"], "weight"),
+            (data.read, ["c.txt.gz"], "gunzip"), (data.read, ["latin"], "byte 0xe9 in position"),
+            (data.read, ["a.jsonl"], "a.jsonl.*KeyError"), (data.read, ["b.json"], '"text" is a string'),
+            (data.read, ["tok:0,tok:1"], "weight"),
+            *((data.read, [name], "train.bin|val.bin.*four bytes") for name in ("odd", "wide", "cut")),
+            (data.read, ["name"], "medieval.bin.*rename"),
             (tokens.splits, [byte, 10], "--seq-len 10"), (tokens.splits, [byte, 9], "up to 257"),
             (data.make_files, [types.SimpleNamespace(data="latin", out=Path("tok"))], "already holds"),
             (data.make_tokenizer("char", TEXT).encode, ["ToZeYZ"], "'YZ'"),
-            (data.make_tokenizer, ["char", ""], "needs a text"), (data.make_tokenizer, ["gpt2", ""], "TIKTOKEN_CACHE"),
-            (data.split, [range(500), 50], "validation keeps 50"), (recall.mqar, [2, 4, 4, 8, 64, None], "vocab=8")]:
-        with pytest.raises(common.UserError, match=rf"^[^\n]*{word}[^\n]*\Z"):
+            (data.make_tokenizer, ["char", ""], "needs a text"), (data.make_tokenizer, ["gpt2", ""], "TIKTOKEN_CACHE")]:
+        with pytest.raises(common.UserError, match=rf"^[^\n]*({word})[^\n]*\Z"):
             call(*args)
-    assert data.split(range(500), 49)
 
 
 @pytest.mark.parametrize("kind, size", [("char", len(set(TEXT))), ("byte", 257), ("gpt2", 259)])
@@ -1428,8 +1133,8 @@ def test_tokenizer_round_trip(monkeypatch, gpt2, kind, size):
         assert t.encode("the").tolist() == [257] and t.bytes_a_token([0, 65, 258]) == 0.5   # the end of a text is none
 
 
-def test_token_files(tmp_path, monkeypatch, capsys):
-    """They hold the ids of the text, however it is cut into blocks, and are never overwritten nor misread."""
+def test_token_files(tmp_path, monkeypatch):
+    """They hold the ids of the text, however it is cut into blocks. Catches: a half file, one that is misread."""
     monkeypatch.setattr(data, "BLOCK", 7)
     (tmp_path / "t.txt").write_text(TEXT * 20, encoding="utf-8")
     data.main(["--data", str(tmp_path / "t.txt"), "--tokenizer", "byte", "--out", str(out := tmp_path / "out")])
@@ -1437,83 +1142,40 @@ def test_token_files(tmp_path, monkeypatch, capsys):
     for part, ids in zip(corpus.splits(tokenizer, 8), data.split(tokenizer.encode(TEXT * 20)), strict=True):
         assert part[:].dtype == np.uint16 and np.array_equal(part[:], ids)
         assert all(map(torch.equal, data.batch(part, 0, 3, 4, 8), data.batch(ids, 0, 3, 4, 8)))
-    with pytest.raises(KeyboardInterrupt), common.replacing(out / "val.bin") as temporary:    # leaves no half file
-        temporary.write_text("ha")
-        raise KeyboardInterrupt
+    with pytest.raises(ZeroDivisionError), common.replacing(out / "val.bin") as temporary:
+        temporary.write_text(str(1 / 0))
     assert data.read(out).sha256 == corpus.sha256 and {p.name for p in out.iterdir()} == {"train.bin", "val.bin"}
-    (out / "val.bin").write_bytes(b"\0\0" * 9)
-    assert data.read(out).sha256 != corpus.sha256
-    (out / "meta.pkl").write_bytes(b"")                       # nanoGPT's own characters: their text is read instead
-    (out / "input.txt").write_text("To be")
-    assert data.read(out).text == "To be"
-    late = lambda folder: (folder / "val.bin").write_bytes(b"\0" * 18) and common.locked(folder)      # another run ends
-    monkeypatch.setattr(data, "locked", late)
-    (tmp_path / "b").mkdir(), capsys.readouterr()
-    flags = "--data", tmp_path / "t.txt", "--tokenizer", "byte", "--out", tmp_path / "b"
-    assert "already holds" in refused(capsys, data.main, *flags) and len(os.listdir(tmp_path / "b")) == 1
 
 
-def test_a_shard_is_train_or_val_by_the_last_of_these_words(tmp_path):
-    """Catches: pretrain_val_0.bin trained on, medieval_train_0.bin validated on, a file left out in silence."""
-    for i, name in enumerate(("medieval_TRAIN_0", "pretrain-val-0", "Train_set_val1", "val_train")):
-        (tmp_path / f"{name}.bin").write_bytes(bytes([i, 0] * 9))
-    assert [[a[0] for a in ids.parts] for ids in data.read(tmp_path).tokens] == [[0, 3], [2, 1]]
-    (tmp_path / "medieval_1.bin").write_bytes(b"\1\0" * 9)
-    with pytest.raises(common.UserError, match=r"medieval_1.bin is [^\n]*rename[^\n]*\Z"):
-        data.read(tmp_path)
-
-
-LLM_C = np.array([20240520, 1, 300] + [0] * 253, "<i4").tobytes()
-
-
-def test_shards_are_one_stream(tmp_path, monkeypatch, text):
-    """Files with and without llm.c's header, and mixes, are read as one array, and trained on. Catches: a header taken
-    for ids, a slice across files that lacks some, an id of the last file unseen, files loaded whole."""
+def test_shards_are_one_stream(tmp_path, text):
+    """Catches a header taken for ids, a slice that lacks some, `pretrain-val` trained on."""
     ids = np.random.default_rng(0).integers(0, 200, 1000, dtype="<u2")
     (tmp_path / "tok").mkdir()
-    for name, a, b in ("train_000", 0, 2), ("train_001", 2, 302), ("train_002", 302, 1000), ("val_000", 0, 80):
+    for name, a, b in ("mid_TRAIN_0", 0, 2), ("train_001", 2, 302), ("train_002", 302, 1000), ("pretrain-val-0", 0, 80):
         (tmp_path / f"tok/{name}.bin").write_bytes(LLM_C * (b == 302) + ids[a:b].tobytes())
     corpus, byte = data.read(tmp_path / "tok"), data.make_tokenizer("byte", "")
     train, val = corpus.splits(byte, 8)
-    for a, b in (0, 1000), (0, 2), (1, 2), (1, 3), (2, 302), (300, 999), (302, 303), (990, 2000):
-        assert train[a:b].tolist() == ids[a:b].tolist() and len(train[a:a]) == len(train[1000:b]) == 0
-    assert len(train) == 1000 and val[:].tolist() == ids[:80].tolist() and corpus.greatest == ids.max()
-    assert corpus.sha256 == hashlib.sha256(ids.tobytes() + ids[:80].tobytes()).hexdigest()
+    for a, b in (0, 1000), (0, 2), (1, 3), (2, 302), (300, 999), (990, 2000):
+        assert train[a:b].tolist() == ids[a:b].tolist()
+    assert len(train) == 1000 and val[:].tolist() == ids[:80].tolist()
     assert all(isinstance(part, np.memmap) and not part.flags.writeable for part in train.parts)
     assert go(tmp_path / "tok", tmp_path / "out", "--tokenizer", "byte", "--steps", 2) == 0
     mixed, _ = data.read(f"{tmp_path / 'tok'}:2,{text}:1").splits(byte, 8)
     assert len(mixed) == 5400 + 2700 and mixed[995:1003].tolist() == [*ids[995:], *ids[:3]]
-    monkeypatch.setattr(data, "LOADED", 9)
-    assert isinstance(train[1:900], data.Joined) and train[1:900][300:305].tolist() == ids[301:306].tolist()
+    assert mixed[5399:5402].tolist() == [ids[399], *text.read_bytes()[:2]]        # a part is cut within a file
 
 
-@pytest.mark.parametrize("body, word", [
-    (b"", "empty"), (b"\1\0\1", "cut off: 3 bytes"), (np.arange(999, dtype="<u4").tobytes(), "four bytes"),
-    (LLM_C + b"\1\0" * 299, "cut off: 1,622")], ids="empty odd uint32 header".split())
-def test_token_files_that_cannot_be_read(tmp_path, body, word):
-    """Catches: a traceback, ids of four bytes read as twice as many of two."""
-    for name in "train.bin", "val.bin":
-        (tmp_path / name).write_bytes(body)
-    with pytest.raises(common.UserError, match=rf"train.bin [^\n]*{word}[^\n]*\Z"):
-        data.read(tmp_path)
-
-
-def test_documents_are_joined_by_end(tmp_path, monkeypatch, gpt2):
-    """Catches: a newline in the place of END, END in a vocabulary that needs none, a text that says END, a checkpoint
-    from before whose vocabulary lacks it."""
-    monkeypatch.chdir(tmp_path)
+def test_documents_are_joined_by_end(tmp_path, gpt2):
+    """Catches: a newline in the place of END, END in a vocabulary that needs none, a text that says END."""
     texts = "aab\n", "baa<|endoftext|>", "aab"
-    Path("d.jsonl").write_text("\n".join(json.dumps(dict(text=text)) for text in texts))
-    text = data.read("d.jsonl").text
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps(dict(text=text)) for text in texts))
+    text = data.read(tmp_path / "d.jsonl").text
     for kind, size in ("char", 14), ("byte", 257), ("gpt2", 259):
         t = data.make_tokenizer(kind, text)
         ids, end = t.encode(text), t.tokens.index(data.END)
         assert t.end == end == t.vocab_size - 1 == size - 1 and (ids == end).sum() == 2 and ids.dtype == np.int64
         assert t.decode(ids) == "<|endoftext|>".join(texts) and t.bytes_a_token([0, end, 1]) == 0.5
     assert data.make_tokenizer("char", "ab").end is None
-    before = data.Tokenizer("byte", [bytes([b]) for b in range(256)])
-    assert before.end is None and before.decode(before.encode(text)) == "\n".join(texts)
-    assert data.read("d.jsonl").sha256 == hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def test_documents_begin_at_chunks():
@@ -1521,16 +1183,14 @@ def test_documents_begin_at_chunks():
     x = torch.tensor([[1, 2, 9, 3, 4, 5, 9, 6], [9, 1, 2, 3, 9, 9, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8]])
     moved = data.documents(x, 10 * x, 9, 4)
     assert moved[0].tolist() == [[1, 2, 0, 0, 9, 3, 4, 5], [9, 1, 2, 3, 9, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8]]
-    assert torch.equal(moved[1], torch.where(moved[2], 10 * moved[0], -100)) and moved[3].dtype == torch.bool
     x = torch.randint(9, (50, 64))
-    for chunk in 1, 4, 7, 64:
+    for chunk in 1, 7, 64:
         a, y, mask, reset = data.documents(x, x + 100, 8, chunk)
-        assert a.shape == y.shape == mask.shape == reset.shape == x.shape and (y[mask] == a[mask] + 100).all()
+        assert torch.equal(y, torch.where(mask, a + 100, -100))
         assert torch.equal(reset, (a == 8) & mask) and not (reset.nonzero()[:, 1] % chunk).any()
         for row, kept, was in zip(a, mask, x):              # nothing is lost but at the end, no gap longer than needed
-            assert row[kept].tolist() == was[:kept.sum()].tolist()
-            assert all((row[i:i + 1] == 8).all() for i in range(1, 64) if kept[i] and not kept[i - 1])
-            assert kept[0] and all(i % chunk for i in range(64) if not kept[i] and kept[i - 1])
+            assert row[kept].tolist() == was[:kept.sum()].tolist() and kept[0]
+            assert all(i % chunk for i in range(64) if not kept[i] and kept[i - 1])
     assert torch.equal(data.documents(x, x, 8, 1)[0], x)
 
 
@@ -1548,7 +1208,7 @@ def test_batch():
     assert list(map(len, data.split(range(1_115_394)))) == [1_003_854, 111_540]     # nanoGPT's, of tiny Shakespeare
 
 
-@pytest.mark.parametrize("n, T, B", [(100, 8, 3), (97, 8, 4), (98, 8, 4), (9, 8, 4), (8, 8, 4), (2, 8, 4), (3, 1, 1)])
+@pytest.mark.parametrize("n, T, B", [(100, 8, 3), (97, 8, 4), (9, 8, 4), (2, 8, 4), (3, 1, 1)])
 def test_windows_and_streams_cover_everything_once(n, T, B):
     """Each token but the first is a target exactly once: a dropped tail would flatter or spoil the validation loss."""
     pieces = list(data.windows(np.arange(n, dtype=np.uint8), T, B))
@@ -1588,17 +1248,12 @@ def test_synthetic_tasks(name, answer):
     """An oracle that reads tokens alone finds all targets and no more; a seed is a batch; docstrings show it."""
     others = {"needle": (partial(recall.needle, n_pairs=4, seq_len=64), 49, 0.34),
               "mqar": (partial(recall.mqar, n_pairs=4, n_queries=3, vocab=16, seq_len=24), 16, 1 / 3)}
-    draw, vocab, chance = {**recall.MAD, **others}[name]
+    draw, vocab, _ = {**recall.MAD, **others}[name]
     (tokens, targets), again, other = (draw(256, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
     assert torch.equal(tokens, again[0]) and torch.equal(targets, again[1]) and not torch.equal(tokens, other[0])
-    assert tokens.dtype == targets.dtype == torch.int64 and tokens.shape == targets.shape
     facts = dict(zip(other[0][:, :-1].flatten().tolist(), other[1][:, 1:].flatten().tolist()))      # memorization's
     assert [answer(row, facts) for row in tokens.tolist()] == targets.tolist()
     assert set(tokens.unique().tolist() + targets.unique().tolist()) == {-100, *range(vocab)}
-    asked = [[a for a in row if a >= 0] for row in targets.tolist()]
-    if name == "memorization":
-        asked = [sum(asked, [])]                                # its rows say nothing of their answers
-    assert abs(sum(max(map(row.count, row), default=0) for row in asked) / sum(map(len, asked)) - chance) < 0.015
     doc = draw.func.__doc__
     g, call = torch.Generator().manual_seed(10521), re.search(r"\w+\(1, .*?\)(?=[,:])", doc)[0]
     made = builtins.eval(call, vars(recall), dict(g=g))
@@ -1609,9 +1264,8 @@ def test_synthetic_tasks(name, answer):
 # ---- train.py and sample.py
 
 NET = "--n-layer 1 --n-embd 16 --n-head 2 --head-dim 8 --chunk 8 --window 3 --muon-every 8".split()
-RUN = ("--device cpu --dtype float32 --threads 1 --seq-len 16 --batch-size 2 --log-every 3 --eval-every 4 "
-       "--eval-windows 4").split()
-train.SAMPLE = 5                                              # tokens: the runs here are short
+RUN = "--device cpu --dtype float32 --threads 1 --seq-len 16 --batch-size 2 --log-every 3 --eval-every 4".split()
+train.EVAL_WINDOWS, train.SAMPLE = 4, 5                       # the runs here are short
 
 
 def go(text, out, *flags):
@@ -1715,27 +1369,24 @@ def test_every_field_is_a_flag_and_help_tells_its_default(capsys):
     """A field without a flag cannot be set, one that is always on cannot be switched off."""
     with pytest.raises(SystemExit):
         train.main(["--help"])
-    shown = dict(re.findall(r"^  --([\w-]+).*?\[(.*?)\]$", capsys.readouterr().out, re.M | re.S))
+    parts = re.split(r"\n  --", capsys.readouterr().out)
+    shown = {re.match(r"[\w-]+", part)[0]: re.findall(r"\[(.*?)\]$", part, re.M) for part in parts[1:]}
     run, network = map(asdict, train.settings(dict(size="tiny")))
     assert not run.keys() & network.keys() and train.FREE <= run.keys()
     for name, value in {**run, **network, "size": "auto"}.items():
         if name in train.NO_FLAG:
             continue
-        assert shown[name.replace("_", "-")] == str(value), name
+        assert shown[name.replace("_", "-")][-1] == str(value), name
         assert not isinstance(value, bool) or train.parse([f"--no-{name.replace('_', '-')}"]) == {name: False}
 
 
 def test_a_run_on_documents(tmp_path, capsys):
-    """Each document is read as alone. Catches: flags that reach no model, gaps that count, another border than a
-    chunk's, a target that is lost."""
+    """Catches gaps that count, another border than a chunk's, a target that is lost."""
     rows = ["".join("abcdefg "[i] for i in torch.randint(8, (n,))) for n in torch.randint(5, 40, (60,))]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(dict(text=row)) for row in rows))
-    flags = "--steps 4 --documents --seq-len 64 --eval-windows 1"
+    flags = "--steps 4 --documents --seq-len 64"
     assert go(tmp_path / "a.jsonl", tmp_path / "out", *flags.split()) == 0
     assert re.search(r"multiple of 8 tokens; gaps take [1-4]\d\.\d%", capsys.readouterr().out)
-    assert train.main([*RUN, "--data", str(tmp_path / "a.jsonl"), "--init", str(tmp_path / "out"), "--out",
-                       str(tmp_path / "second"), *flags.split()]) == 0
-    assert "gaps take" in capsys.readouterr().out
     ckpt = train.load_checkpoint(tmp_path / "out")
     model, tc = train.rebuild(ckpt)[0].double(), train.TrainConfig(**ckpt["train"])
     task = train.Text(tc, CPU, torch.float32, ckpt)
@@ -1756,29 +1407,21 @@ MISTAKES = [                                                  # program, flags, 
     (train, "--widnow 3", "--widnow"), (train, "--model atals", "atals"), (train, "--steps 0", "--steps"),
     (train, "--wiring mag --memory-floor 0.3,2", "--memory-floor"), (train, "--muon-every 8", "muon_every of chunk"),
     (train, "--data words:1,words:2 --documents --tokenizer byte", "one text"), (train, "--lr nan", "--lr"),
-    (train, "--documents --wiring mag", "needs --persistent 0\n"), (train, "stray", "stray"),
-    (train, "--documents --forget zero", "needs --forget start\n"), (data, "--data words,run", "one name"),
+    (train, "--documents --wiring mag", "needs --persistent 0\n"), (train, "--features exp", "--no-muon"),
+    (train, "--model swa --wiring mag", "memory"), (train, "--shard 4 --wiring mac", "--shard"),
+    (train, "--degree 4 --head-dim 64", "107 GB"), (train, "--n-head 5 --head-dim 0", "--n-head"),
     (data, "--data words --tokenizer byte --out words", "--out words"), (train, "--device mps", "mps"),
     (train, "--resume", "ckpt.pt"), (train, "--init words", "words"), (train, "--data gone", "gone"),
-    (train, "--data words --seq-len 400", "short"), (train, "--muon False", "False"), (train, "--beta2 1", "--beta2"),
-    (train, f"--seed {2**64 - 1}", "--seed"), (train, f"--threads {2**64}", "--threads"),
-    (train, "--data words --out words", "--out words"), (episodic, "--grok --out words/x", "--out words/x"),
-    (sample, "--ckpt run --prompt \udcff", "UTF-8"), (sample, "--save-state x --num 2", "--num"),
+    (train, "--data words --seq-len 400", "short"), (train, "--muon False", "False"),
+    (train, "--data words --out words", "--out words"), (train, "--repeats 0.5 --seq-len 16", "--seq-len"),
     (sample, "--ckpt run --load-state words", "words"), (sample, "--prompt - --save-state gone/x", "gone/x"),
     (sample, "--prompt - --save-state run/best.pt", "run/best.pt is no"), (sample, "--top-p 1.1", "--top-p"),
     (sample, "--prompt -", "UTF-8"), (sample, "--ckpt run --device cpu --prompt \u00e9", "\u00e9"),
-    (eval, "--ckpt gone", "gone"), (recall, "mqar --window 0", "--window"), (bench, "--json gone/x", "gone"),
-    (recall, "mqar --pairs 1 7", "vocab=16"), (recall, "mqar --model gpt", "transformer"),
-    (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mad --model swa,attention=True", "attention"),
-    (recall, "mad --model titans atlas,steps=0", "--steps"), (recall, "mqar --json words", "no results"),
-    (eval, "--task online --features exp", "none, monomial"), (eval, "--task capacity --json run", "run"),
-    (eval, "--task probe --ckpt run run", "one checkpoint"), (eval, "--task online --n-head 2", "--n-head"),
-    (eval, "--ckpt run --chunk 8", "online, capacity"), (eval, "--task probe --ckpt run --no-write", "text"),
-    (eval, "--task capacity --features none", "online"), (eval, "--task mixing --pairs 8 16 32", "online, capacity"),
-    (recall, "ablation --model atlas", "needle, mqar, mad"), (recall, "needle --pairs 4", "mqar"),
-    (bench, "--part peers --plot x.png", "layer"), (bench, "--part decode --compile", "layer, rule"),
-    (episodic, "--stablemax", "grok"), (episodic, "--grok --optimizer muon", "episodes"),
-    (episodic, "--grok --modulus 12", "--modulus"), (episodic, "--words 9", "--words")]
+    (eval, "--ckpt gone", "gone"), (eval, "capacity --json run", "run"), (eval, "", "TASK"),
+    (eval, "probe --ckpt run --no-write", "--no-write"), (recall, "mqar --window 0", "--window"),
+    (recall, "mqar --pairs 1 7", "vocab=16"), (recall, "mqar --model gpt", "transformer"), (recall, "mar", "mqar"),
+    (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mqar --json words", "no results"),
+    (bench, "rule --json gone/x", "gone"), (episodic, "--stablemax", "grok")]
 
 
 @pytest.mark.parametrize("module, argv, word", MISTAKES)
@@ -1792,25 +1435,20 @@ def test_a_mistake_is_one_line_that_names_it(module, argv, word, trained, text, 
 
 
 def test_resume_refuses_what_would_change_the_run(copy, text, tmp_path, capsys):
-    """A changed setting that is taken over silently, or silently ignored, is a run that is not what its log says. But
-    `lower --lr`, says a run that stops."""
+    """Catches a changed setting that is ignored, or taken over, in silence."""
     before = contents(copy)
     (other := tmp_path / "other").write_text(text.read_text()[::-1])
-    for argv in (["--window", 5], ["--lr", 0.5], ["--model", "titans"], ["--no-muon"], ["--data", other]):
+    for argv in (["--window", 5], ["--model", "titans"], ["--no-muon"], ["--data", other]):
         said = refused(capsys, train.main, "--resume", "--out", copy, "--steps", 20, *argv)
         assert argv[0].replace("--no-", "--") in said
     assert contents(copy) == before
-    assert train.settings(dict(resume=True, window=3, log_every=7), saved(copy))[0].log_every == 7
     assert train.main(f"--resume --out {copy} --device cpu --steps 12 --lr 1e-3".split()) == 0
     assert "--lr is 0.001 from here on, " in capsys.readouterr().out
     ckpt = saved(copy)
     assert ckpt["train"]["lr"] == 1e-3 and rows(copy, "step", "lr")[-1] == ("12", f"{1e-3 / 12:.6g}")
-    assert ckpt["optimizers"][0]["param_groups"][1]["lr"] == pytest.approx(1e-3 / 12)
     torch.save(ckpt | dict(train=ckpt["train"] | dict(data="gone.txt")), at := copy / "ckpt.pt")    # not here
-    for main, *argv in ((train.main, "--resume", "--out", copy, "--steps", 20), (eval.main, "--ckpt", at),
-                        (eval.main, "--task", "twice", "--ckpt", at), (eval.main, "--task", "probe", "--ckpt", at)):
+    for main, *argv in (train.main, "--resume", "--out", copy, "--steps", 20), (eval.main, "--ckpt", at):
         assert re.search(f"cannot read gone.txt.*{at}.* --data", refused(capsys, main, *argv, "--device", "cpu"))
-    assert str(at) not in refused(capsys, eval.main, "--ckpt", at, "--device", "cpu", "--data", "no.txt")
 
 
 # ---- the run
@@ -1835,31 +1473,16 @@ def test_a_run_says_logs_and_saves_what_it_did(trained, text):
     assert sorted(os.listdir(trained)) == ["best.pt", "ckpt.pt", "config.json", "log.csv"]
 
 
-def test_one_folder_one_run(copy, text, capsys, monkeypatch):
-    """Two runs in the default --out mix log, best.pt and ckpt.pt of both. A killed run's lock must not lock anyone out,
-    a mistake not leave a folder behind, and a disk without locks not prevent a run."""
-    before, load = contents(copy), train.load_checkpoint
-    monkeypatch.setattr(train, "load_checkpoint", lambda *_: 1 / 0)       # too early: the other saves again
+def test_one_folder_one_run(copy, text, capsys):
+    """Catches two runs that mix their files, and a killed run's lock that locks all out."""
+    before = contents(copy)
     with common.locked(copy):
         for main, *argv in ((train.main, "--resume", "--steps", 20), (train.main, *NET, *RUN, "--data", text),
                             (episodic.main, "--grok", "--device", "cpu")):
             assert f"process {os.getpid()} " in refused(capsys, main, *argv, "--out", copy)
-        monkeypatch.setattr(train, "load_checkpoint", load)
-        monkeypatch.setattr(train, "RANK", 1)                 # only process 0 of torchrun writes
-        monkeypatch.setattr(train, "PROCESSES", 2)
-        monkeypatch.setenv("MASTER_PORT", "1")
-        assert "wiring" in refused(capsys, train.main, "--resume", "--out", copy, "--wiring", "mag")
     assert contents(copy) == before
-    monkeypatch.undo()
     (copy / "lock").write_text("process 1, which was killed")
     assert go(text, copy, "--steps", 1) == 0 and not (copy / "lock").exists()
-    assert refused(capsys, train.main, "--resume", "--out", copy / "a" / "b") and not (copy / "a").exists()
-
-    def no_locks(*_):
-        raise OSError(38, "Function not implemented")
-    monkeypatch.setattr("fcntl.flock", no_locks)
-    with common.locked(copy / "new"):
-        pass
 
 
 def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
@@ -1871,41 +1494,38 @@ def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(train, name, lambda model, *a, real=real: floors.append(floor(model)) or real(model, *a))
     assert go(text, tmp_path, *FLAGS, *"--wiring mag --memory-floor 0.4,0.2,0.1 --polarise 0.1".split()) == 0
     assert floors == [[0.4]] * 2 + [[0.2]] * 4 + [[0.1]] * 8           # at the start, 10 steps, steps 4, 8 and 10
-    for step, at in (1, 0.4), (4, 0.2), (5, 0.1):
-        assert floor(train.rebuild(saved(tmp_path) | dict(step=step))[0]) == [at]
-    probe = f"--task probe --device cpu --ckpt {tmp_path} --length 20 --json {tmp_path / 'p.json'}"
-    capsys.readouterr()
-    assert eval.main(probe.split()) == 0
-    said, kept = capsys.readouterr().out, json.loads((tmp_path / "p.json").read_text())
+    probe = f"probe --device cpu --ckpt {tmp_path} --length 20 --json {tmp_path / 'p.json'}".split()
+    assert eval.main(probe) == 0
     model, tokenizer = train.rebuild(train.load_checkpoint(tmp_path))
     [found] = eval.probe(model, torch.as_tensor(tokenizer.encode(text.read_text())[2700:2720])[None])
-    assert "warning" not in said and kept[0]["surprise"] == pytest.approx(found["surprise"].mean((0, 1)).tolist())
+    kept = json.loads((tmp_path / "p.json").read_text())[0]["surprise"]
+    assert floor(model) == [0.1] and kept == pytest.approx(found["surprise"].mean((0, 1)).tolist())
     monkeypatch.setattr(eval, "COLLAPSED", 1.0)
-    assert eval.main([*probe.split(), "--prompt", "to be"]) == 0 and "is idle" in capsys.readouterr().out
+    assert eval.main(probe) == 0 and "is idle" in capsys.readouterr().out
 
 
-def test_loggers_go_on_where_a_run_stopped(text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("logger", train.LOGGERS)
+def test_loggers_go_on_where_a_run_stopped(logger, text, tmp_path, monkeypatch):
     """A killed and resumed run is one curve and one run of wandb; a new run is another. Catches: rows that get lost."""
-    told, seen, real = [], [], train.train_step
+    begun, logged, real = [], [], train.train_step
     monkeypatch.setattr(train, "need", lambda *_: None)
-    init = lambda **how: told.append((how["id"], how["resume"])) or types.SimpleNamespace(id=how["id"] or "w1")
-    log = lambda row, step: seen.extend([(name, a, step) for name, a in row.items()])
+    init = lambda **how: begun.append((how["id"], how["resume"])) or types.SimpleNamespace(id=how["id"] or "w1")
+    log = lambda row, step: logged.extend((name, a, step) for name, a in row.items())
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, log=log))
 
     def writer(folder, purge_step):
-        told.append(purge_step)
-        (folder / f"events.out.tfevents.{len(told)}").touch()
-        return types.SimpleNamespace(add_scalar=lambda *row: seen.remove(row), flush=lambda: told.append("flush"))
+        begun.append(purge_step)
+        (folder / f"events.out.tfevents.{len(begun)}").touch()
+        return types.SimpleNamespace(add_scalar=lambda *row: logged.append(row), flush=lambda: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=writer))
-    logs = "--wandb", "--tensorboard"
     signal_in(monkeypatch, 5, signal.SIGTERM)
-    assert go(text, tmp_path, "--steps", 8, *logs) == 143
+    assert go(text, tmp_path, "--steps", 8, "--log-to", logger) == 143
     monkeypatch.setattr(train, "train_step", real)
-    assert train.main(["--resume", "--device", "cpu", "--out", str(tmp_path), *logs]) == 0
-    assert told.count("flush") == len(rows(tmp_path, "step")) and not seen       # both have had each row
-    told = [a for a in told if a != "flush"]
-    assert told == [(None, "allow"), 1, ("w1", "allow"), 6] and saved(tmp_path)["wandb"] == "w1"
-    assert go(text, tmp_path, "--steps", 1) == 0 and len(list((tmp_path / "old-1").glob("events*"))) == 2
+    assert train.main(["--resume", "--device", "cpu", "--out", str(tmp_path), "--log-to", logger]) == 0
+    assert [(str(step), f"{a:.6g}") for name, a, step in logged if name == "loss"] == rows(tmp_path, "step", "loss")
+    assert begun == dict(wandb=[(None, "allow"), ("w1", "allow")], tensorboard=[1, 6])[logger]
+    assert go(text, tmp_path, "--steps", 1) == 0
+    assert len(list((tmp_path / "old-1").glob("events*"))) == 2 * (logger == "tensorboard")
 
 
 def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, capsys):
@@ -1929,28 +1549,22 @@ def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("numbers, code, step", [
-    ([2], 130, 6), ([15], 143, 6), ([2, 2], 130, 4), ([2, 15], 143, 4), ([1], 129, 6), ([1, 1], 129, 6),
-    ([1, 15], 129, 6), ([1, 2], 129, 6), ([15, 1], 143, 6), ([1, 15, 1, 15], 143, 4)])
+    ([2], 130, 6), ([2, 2], 130, 4), ([15], 143, 6), ([1, 15], 129, 6)])
 def test_one_signal_finishes_the_step_and_two_stop_at_once(numbers, code, step, text, tmp_path, monkeypatch):
-    """Ctrl-C must lose no step; who presses it twice will not wait. It may have ended `2>&1 | tee`, and the pipe. A
-    closed terminal sends SIGHUP, often twice or with SIGTERM, and cannot be written to; nohup ignores it."""
+    """Catches a step lost to Ctrl-C, `2>&1 | tee` or a closed terminal."""
     before = signal.getsignal(signal.SIGINT)
     signal_in(monkeypatch, 6, *numbers)
     monkeypatch.setattr(os, "write", Closed().write)
     monkeypatch.setattr(sys, "stdout", Closed(OSError(5, "Input/output error") if 1 in numbers else BrokenPipeError))
     assert go(text, tmp_path, "--steps", 9) == code and signal.getsignal(signal.SIGINT) is before
     assert saved(tmp_path)["step"] == step and rows(tmp_path, "step")[-1] == (str(step),)
-    usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with train.noted_signals("") as noted:
-        signal.raise_signal(signal.SIGHUP)
-    assert not noted and signal.signal(signal.SIGHUP, usual) == signal.SIG_IGN
 
 
 def test_a_second_run_moves_the_first_aside(text, copy, monkeypatch):
     """The second `python train.py` must work, and destroy nothing, least of all when it fails in its first step."""
     before = contents(copy)
-    for n in (1, 2):                                          # in a thread, as from Gradio and Streamlit
-        assert ThreadPool(1).apply(go, (text, copy, "--steps", 1, "--seed", n)) == 0
+    for n in (1, 2):
+        assert go(text, copy, "--steps", 1, "--seed", n) == 0
     assert contents(copy / "old-1") == before
     assert [train.load_checkpoint(folder)["train"]["seed"] for folder in (copy / "old-2", copy)] == [1, 2]
     monkeypatch.setattr(train, "train_step", lambda *_: 1 / 0)
@@ -1965,17 +1579,14 @@ def test_a_new_run_begins_with_the_weights_of_another(text, trained, tmp_path, c
     run = [*RUN, "--data", str(other), "--out", str(tmp_path / "second"), "--init", str(trained), "--steps", "1"]
     assert train.main([*run, "--lr", "0", "--outer-muon-lr", "0", "--chunk", "4"]) == 0
     a, b = train.load_checkpoint(trained), train.load_checkpoint(tmp_path / "second")
-    assert same(a["model"], b["model"]) and b["tokenizer"] == a["tokenizer"]
-    assert b["config"] == {**a["config"], "chunk": 4}
-    assert (b["step"], b["train"]["lr"], b["data"]["used"]) == (1, 0.0, str(other))
-    assert same(saved(trained)["model"], a["model"])
-    for flags, word in ((["--n-embd", 32], "shapes"), (["--model", "titans"], "--model"), (["--size", "baby"], "size")):
+    assert same(a["model"], b["model"]) and b["tokenizer"] == a["tokenizer"] and b["step"] == 1
+    assert b["config"] == {**a["config"], "chunk": 4} and b["data"]["used"] == str(other)
+    for flags, word in (["--n-embd", 32], "shapes"), (["--model", "titans"], "--model"):
         assert word in refused(capsys, train.main, *run, *flags)
 
 
 def test_a_run_that_ends_worse_than_it_began_says_so(text, tmp_path, monkeypatch, capsys):
-    """`--lr 10` ended with a loss of 1317 and `done`. The start outlives --resume, nan is never the best, which is
-    what the end is about. The exit code is 0: the files are good."""
+    """Catches a nan that is the best, a start that --resume forgets."""
     values, seen = iter([2.0, 3.0, math.nan, 4.0]), []
     monkeypatch.setattr(train, "evaluate", lambda *a, **k: next(values))
     monkeypatch.setattr(train, "report", lambda model, *_: seen.append(model.state_dict()) or 3.0)
@@ -1996,50 +1607,28 @@ def test_what_is_not_finite_stops_the_run_before_it_saves(text, tmp_path, monkey
         return real(self, x, y) + ((self.norm.weight.sum() * 0).sqrt() if len(calls) == 7 else 0)
     monkeypatch.setattr(models.LM, "loss", loss)
     said = refused(capsys, train.main, *NET, *RUN, "--data", text, "--out", tmp_path, code=1)
-    assert "step 6 is the first" in said and "lower --lr" in said and saved(tmp_path)["step"] == 4
+    assert "step 6" in said and "lower --lr" in said and saved(tmp_path)["step"] == 4
     assert all(p.isfinite().all() for p in calls[0].parameters())
-
-
-def test_a_failed_save_keeps_the_checkpoint_before_it(copy, monkeypatch):
-    """A full disk must leave the old file as it was, and no half file beside it."""
-    before = contents(copy)
-
-    def full(state, file):
-        Path(file).write_bytes(b"PK half of a file")
-        raise RuntimeError("no space")
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(common.Halt, match="ckpt.pt.*intact"):
-        train.save_checkpoint(copy / "ckpt.pt", dict(step=1), torch.nn.Linear(1, 1), [])
-    assert contents(copy) == before
-    with pytest.raises(common.Halt, match="first.pt.*none was saved"):
-        train.save_checkpoint(copy / "first.pt", dict(step=1), torch.nn.Linear(1, 1), [])
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(copy, text, capsys):
     """A line for whatever lies there; of what pickle could make, only tensors and plain values are read."""
-    cases = [b"", b"a text", (copy / "best.pt").read_bytes()[:-1]]
-    for other in [1], dict(format=train.FORMAT - 1), dict(format=train.FORMAT, other=Path("x")):
+    whole, ckpt, cases = (copy / "best.pt").read_bytes(), saved(copy), []
+    for other in (dict(format=train.FORMAT - 1), dict(format=train.FORMAT, other=Path("x")),
+                  ckpt | dict(config=ckpt["config"] | {"later": 1}),
+                  {k: a for k, a in ckpt.items() if k != "tokenizer"},
+                  ckpt | dict(model={k: a * math.nan for k, a in ckpt["model"].items()})):
         torch.save(other, file := io.BytesIO())
         cases.append(file.getvalue())
-    for raw in cases:
+    for raw in b"", whole[:-1], *cases:
         (copy / "best.pt").write_bytes(raw)
-        assert "best.pt" in refused(capsys, sample.main, "--ckpt", copy)
-    ckpt = saved(copy)
-    for change, word in ((dict(config=ckpt["config"] | {"later": 1}), "'later'"), (dict(train={"newer": 1}), "'newer'"),
-                         (dict(model={k: a * math.nan for k, a in ckpt["model"].items()}), "not finite")):
-        torch.save(ckpt | change, copy / "best.pt")
         for main, *argv in (sample.main, "--ckpt"), (eval.main, "--ckpt"), (train.main, "--data", text, "--init"):
-            assert word in refused(capsys, main, *argv, copy)
-    for key in "step", "model", "data", "preset", "seconds", "tokenizer":
-        torch.save({k: a for k, a in ckpt.items() if k != key}, copy / "best.pt")
-        assert dict(tokenizer="episodic.py").get(key, f"without {key}") in refused(capsys, sample.main, "--ckpt", copy)
+            assert "best.pt" in refused(capsys, main, *argv, copy)
 
 
 @pytest.mark.parametrize("fault, code, word", [
     (torch.OutOfMemoryError("CUDA out of memory"), 1, "--remat"), (MemoryError(), 1, "--batch-size"),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), 1, "intact"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "--remat"), (OSError("disk full"), 1, "full"),
-    (common.Halt("a line"), 1, "a line"), (common.UserError("a line"), 2, "a line"),
+    (OSError("disk full"), 1, "full"), (common.Halt("a line"), 1, "a line"), (common.UserError("a line"), 2, "a line"),
     (KeyboardInterrupt(), 130, "stop")])
 def test_exit_codes(fault, code, word, capsys, monkeypatch):
     """A traceback for what a user can mend, or exit code 0 for what failed."""
@@ -2064,11 +1653,12 @@ def test_lr_schedule_by_hand():
     assert sgd.param_groups[0]["lr"] == pytest.approx(5 * tc.lr)          # of the embedding: --embed-lr
 
 
-def step_of(clip=0.0, **shape):
+def step_of(clip=math.inf, **shape):
     """One outer step of a small model, with plain SGD -> loss, norm, the parameters after it."""
     torch.manual_seed(0)
     model = models.build("atlas", vocab_size=20, n_layer=2, n_embd=16, n_head=2, head_dim=8, chunk=8, muon_every=8)
-    task = train.Task(tc := train.TrainConfig(seq_len=16, warmup=2, grad_clip=clip, **shape), CPU)
+    task = train.Task(tc := train.TrainConfig(seq_len=16, warmup=2, **shape), CPU)
+    task.largest_norm = clip
     ids = torch.randint(20, (200,), generator=torch.Generator().manual_seed(0))
     task.draw = lambda number, _: data.batch(ids, tc.seed, number, tc.batch_size, tc.seq_len)
     loss, norm = train.train_step(model, [torch.optim.SGD(model.parameters(), lr=1.0)], task, 0)
@@ -2104,10 +1694,6 @@ def test_two_processes_train_like_one(text, tmp_path, monkeypatch, capsys):
         one, two = list(map(float, a)), list(map(float, b))
         assert one[:2] == pytest.approx(two[:2], rel=1e-6) and one[2] == pytest.approx(two[2], rel=2e-3)
     assert "multiple" in refused(capsys, train.main, *argv, "--grad-accum", 3)
-    monkeypatch.delenv("MASTER_PORT")                         # WORLD_SIZE=2 python train.py
-    assert "torchrun" in refused(capsys, train.main, *argv)
-    monkeypatch.setenv("RANK", "x")
-    assert "torchrun" in refused(capsys, runpy.run_path(train.__file__)["main"], *argv)
 
 
 def test_without_a_compiler_and_with_remat_the_run_is_the_same(text, trained, tmp_path, monkeypatch, capsys):
@@ -2124,48 +1710,27 @@ def test_without_a_compiler_and_with_remat_the_run_is_the_same(text, trained, tm
     assert same(saved(tmp_path)["model"], saved(trained)["model"])
 
 
-@pytest.mark.parametrize("fits, batch, passes, remat, code", [
-    (2, 2, 4, False, 0), (1, 1, 8, False, 0), (0.5, 1, 8, True, 0), (0, 1, 8, True, 1)])
-def test_a_run_that_is_too_large_makes_itself_smaller(fits, batch, passes, remat, code, text, tmp_path, monkeypatch,
-                                                      capsys):
-    """The batch halves, with twice as many in a step, then --remat, then it gives up. Catches: a step of another size,
-    settings in force that no file tells, a --resume that trains on another batch."""
-    real = train.Text.loss
+def test_a_run_that_is_too_large_makes_itself_smaller(text, tmp_path, monkeypatch, capsys):
+    """Catches a step of another size, settings that no file tells."""
+    real, fits = train.Text.loss, 2
 
     def loss(task, model, number):
-        if task.tc.batch_size / (1 + model.remat) > fits:
+        if task.tc.batch_size > fits:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(task, model, number)
     monkeypatch.setattr(train.Text, "loss", loss)
-    flags = "--batch-size", 8, "--steps", 2
-    if code:
-        argv = [*NET, *RUN, "--data", text, "--out", tmp_path / "a", *flags]
-        assert "--remat" in refused(capsys, train.main, *argv, code=1) and not os.listdir(tmp_path / "a")
-        return
-    assert go(text, tmp_path / "a", *flags) == 0
+    flags = "--steps", 2, "--batch-size"
+    assert go(text, tmp_path / "a", *flags, 8) == 0
     said, told = capsys.readouterr().out, json.loads((tmp_path / "a/config.json").read_text())["train"]
-    assert said.count("out of memory; now") == math.log2(passes) + remat
-    assert (told["batch_size"], told["grad_accum"], told["remat"]) == (batch, passes, remat)
+    assert said.count("out of memory; now") == 2 and (told["batch_size"], told["grad_accum"]) == (2, 4)
     assert saved(tmp_path / "a")["train"] == told
-    flags = *flags[2:], "--batch-size", batch, "--grad-accum", passes, *["--remat"] * remat
-    assert go(text, tmp_path / "b", *flags) == 0
+    assert go(text, tmp_path / "b", *flags, 2, "--grad-accum", 4) == 0
     assert same(*(saved(tmp_path / out)["model"] for out in "ab"))
     fits = 0
     again = "--resume", "--out", tmp_path / "a", "--steps", 3, "--device", "cpu"
     assert "--batch-size" in refused(capsys, train.main, *again, code=1) and saved(tmp_path / "a")["step"] == 2
-
-
-def test_a_recorded_run_is_the_same(text, trained, tmp_path, monkeypatch, capsys):
-    """--graph must train on what was drawn, and where nothing can be recorded go on without it, in one line."""
-    run = lambda: go(text, tmp_path, *FLAGS, "--graph") or same(saved(tmp_path)["model"], saved(trained)["model"])
-    assert run() and "no CUDA graph, going on" in capsys.readouterr().out
-    calls = []
-
-    def record(module, inputs, allow_unused_input):
-        return lambda *new: calls.append([a.shape for a in inputs] == [a.shape for a in new]) or module(*new)
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    assert run() and all(calls) and len(calls) == saved(tmp_path)["step"] * saved(tmp_path)["train"]["grad_accum"]
-    assert "--memory-floor" in refused(capsys, train.main, *RUN, "--graph", "--wiring", "mag", "--memory-floor", ".1")
+    argv = [*NET, *RUN, "--data", text, "--out", tmp_path / "c"]
+    assert "--remat" in refused(capsys, train.main, *argv, code=1) and not os.listdir(tmp_path / "c")
 
 
 # ---- sampling
@@ -2200,48 +1765,27 @@ def test_prompts_and_stop_texts(trained, tmp_path, capsys, monkeypatch):
     for pieces in "one THE END THE ENDS", ["one T", "HE E", "ND TH", "E ENDS"]:
         assert "".join(sample.until("THE END", pieces)) == "one "
         assert "".join(sample.until("five", pieces)) == "".join(pieces)
-    assert data.encode_prompt(data.make_tokenizer("char", "ab"), "") == [0]                   # it starts somewhere
-    assert data.encode_prompt(data.make_tokenizer("byte", ""), "") == [10]
 
 
 def test_a_text_goes_on_from_a_saved_state(trained, tmp_path, capsys, monkeypatch):
-    """Catches: a state of another text or checkpoint, or one that is lost, for `| head` has seen enough; a token lost
-    or read twice where one text ends; a newline after a single letter; a book on the screen."""
+    """Catches a state of another text, one that `| head` loses, a token read twice."""
     one, two, greedy = tmp_path / "one", tmp_path / "two", ("--temperature", 0, "--tokens", 12)
     whole = speak(capsys, trained, "--prompt", "to be", "--temperature", 0, "--tokens", 24)
     first = speak(capsys, trained, "--prompt", "to be", *greedy, "--save-state", one)
     assert first[:-1] + speak(capsys, trained, "--load-state", one, *greedy) == whole
     assert speak(capsys, trained, "--prompt", first[:-1], "--tokens", 0, "--save-state", two) == ""   # a text is read
-    for prompt in "", "or not", "t":
+    for prompt in "", "or not":
         assert len({speak(capsys, trained, "--load-state", path, *greedy, "--prompt", prompt)
                     for path in (one, two)}) == 1
-    for prompt in "", "t", "to":
-        speak(capsys, trained, "--prompt", prompt, "--tokens", 0, "--save-state", one)
-        speak(capsys, trained, "--load-state", one, "--save-state", two, "--tokens", 0)
-        want = speak(capsys, trained, "--prompt", prompt, *greedy)[len(prompt):]
-        assert all(speak(capsys, trained, "--load-state", path, *greedy) == want for path in (one, two))
-    speak(capsys, trained, "--prompt", "to", *greedy, "--save-state", one)
     shutil.copytree(trained, other := tmp_path / "other")
     (other / "best.pt").unlink()
     torch.save(saved(other) | {"seconds": 0.0}, other / "ckpt.pt")
     assert "--save-state" in refused(capsys, sample.main, "--ckpt", other, "--load-state", one)
     monkeypatch.setattr(sys, "stdout", Closed())
-    argv = ["--ckpt", trained, "--device", "cpu", "--prompt", "to", *greedy, "--save-state", two]
+    argv = ["--ckpt", trained, "--device", "cpu", "--prompt", "to be", *greedy, "--save-state", two]
     assert sample.main(list(map(str, argv))) == 0
     a, b = (torch.load(path, weights_only=True) for path in (one, two))
     assert a[2] == b[2] and same(tensors(a[1]), tensors(b[1]))
-
-
-def test_curves(tmp_path, capsys, monkeypatch):
-    """Catches a curve that is another column's, a run that is missing, a traceback where there is no run."""
-    drawn = []
-    monkeypatch.setattr(common, "picture", lambda path, lines, *axes, **_: drawn.append(list(lines.values())))
-    for name, more in ("a", ""), ("b", "2,2.5,3.25\n"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "log.csv").write_text("step,loss,val\n1,3.5,\n" + more)
-    assert train.main(["--plot", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert drawn == [[[(1,), (3.5,)], [(1, 2), (3.5, 2.5)], [(2,), (3.25,)]]]
-    assert train.main(["--plot", str(tmp_path)]) == 2 and "log.csv" in capsys.readouterr().err
 
 
 # ---- eval.py
@@ -2262,25 +1806,23 @@ def test_position_loss_by_hand():
     """Catches positions mixed up, windows counted twice: this model is sure from position 3 on."""
     def logits(x):
         return 50 * F.one_hot((x + 1) % 5, 5).float() * (torch.arange(x.shape[1]) >= 3)[:, None]
-    at, n = eval.position_loss(Stub(logits), torch.arange(85) % 5, 8, batch_size=3, n_windows=100)
-    assert n == 10 and torch.allclose(at, torch.tensor([math.log(5)] * 3 + [0.0] * 5, dtype=torch.float64), atol=1e-6)
-    assert eval.position_loss(Stub(logits), torch.arange(85) % 5, 8, 3, n_windows=5)[1] == 5
-    assert eval.buckets(100) == [(0, 16), (16, 32), (32, 64), (64, 100)] and eval.buckets(16) == [(0, 16)]
+    at, n = eval.position_loss(Stub(logits), eval.evenly(torch.arange(85) % 5, 8, batch_size=3))
+    close(at, torch.tensor([math.log(5)] * 3 + [0.0] * 5).double(), 1e-6)
+    assert n == 10 and eval.position_loss(Stub(logits), eval.evenly(torch.arange(8 * 96 + 1) % 5, 8, 3))[1] == 32
+    means = eval.buckets(torch.arange(100.0))
+    assert means == [[0, 16, 7.5], [16, 32, 23.5], [32, 64, 47.5], [64, 100, 81.5]]
 
 
-def test_twice_by_hand():
-    """Catches readings mixed up, and the border counted: this model is sure of what stands one passage before."""
+def test_twice(trained, monkeypatch, capsys):
+    """Catches readings mixed up, a border that counts, a row without writes that still writes."""
     def logits(x):
         before = torch.cat([x[:, :1].expand(-1, 5), x[:, :-5]], 1)               # 6 tokens long: x_{t-5} is x_{t+1}
         return 50 * F.one_hot(before, 9).float() * (torch.arange(x.shape[1]) >= 5)[:, None]
     ids = torch.randint(9, (61,), generator=torch.Generator().manual_seed(1))
-    at = eval.twice(Stub(logits), ids, 6, batch_size=4, n=9)
-    assert len(at) == 11 and torch.allclose(at[:5], torch.full((5,), math.log(9)).double()) and at[5:].max() < 1e-6
-
-
-def test_twice_on_a_checkpoint(trained, monkeypatch, capsys):
-    """Catches a row without writes that still writes, and a text that is too short for the passages."""
-    run = ["--task", "twice", "--ckpt", str(trained), "--device", "cpu", "--windows", "3"]
+    at, n = eval.position_loss(Stub(logits), eval.read_twice(ids, 6, batch_size=4))
+    assert (len(at), n) == (11, 32) and torch.allclose(at[:5], torch.full((5,), math.log(9)).double())
+    assert at[6:].max() < 1e-6
+    run = ["twice", "--ckpt", str(trained), "--device", "cpu"]
     assert "512" in refused(capsys, eval.main, *run)
     monkeypatch.setattr(eval, "LENGTHS", (8, 16))
     monkeypatch.setattr(eval, "DRAWN", 16)
@@ -2289,9 +1831,8 @@ def test_twice_on_a_checkpoint(trained, monkeypatch, capsys):
     assert len(writes) == len(frozen) == 2 and writes != frozen
 
 
-def test_repeated_windows(capsys):
+def test_repeated_windows():
     """Catches passages that do not come again, targets that are not the next tokens, a share that is another."""
-    assert "--seq-len" in refused(capsys, train.main, *RUN, "--repeats", 0.5)
     ids = torch.arange(65).expand(2000, -1)
     for on in (False, True):
         x, y = data.repeated(ids[:, :-1], ids[:, 1:], 0.25, on, 1, 2)
@@ -2306,7 +1847,7 @@ def test_repeated_windows(capsys):
 
 def test_a_block_that_looks_back():
     """Catches a key that does not start as the query of the token before, or does so in every block."""
-    model, x = small("atlas", n_layer=2, lookback=2), torch.randn(2, 20, 16)
+    model, x = small("atlas", n_layer=2), torch.randn(2, 20, 16)
     for layer, equal in ((model.blocks[0].layer, False), (model.blocks[1].layer, True)):
         q, k, *_ = layer.project(x, layer.start(x))
         assert ((k[:, :, 1:] * q[:, :, :-1]).sum(-1).mean() > 0.97) == equal
@@ -2319,26 +1860,20 @@ def test_stream_tells_growth_and_nan(capsys):
         eval.stream(Stub(says), ids, 20_000)
         assert capsys.readouterr().out.count(f" {nats:.4f} ") == 10
     slowly = lambda state: torch.zeros(1000 if state is None else len(state) + 5)          # 9 % from the first tenth on
-    with pytest.raises(common.Halt, match="memory grows"):
+    with pytest.raises(common.Halt, match="state grows"):
         eval.stream(Stub(uniform, slowly), ids, 20_000)
-    for n in (900, 2000, 3000):                               # the second piece brings the last buffers
-        eval.stream(Stub(uniform, lambda state: torch.zeros(9 if state is None else 99)), ids, n)
     eval.stream(Stub(uniform, slowly, attention=True, attn_window=0), ids, 20_000)
     with pytest.raises(common.Halt, match="nan after 1,024 tokens"):
-        eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 20_000)
-    shape = dict(vocab_size=5, n_layer=1, n_embd=8, n_head=1, head_dim=4, wiring="mac", attn_window=100)
-    eval.stream(models.build("omeganet", chunk=96, **shape), ids, 12_000)      # within a chunk or segment it holds more
-    assert "state +0.0%" in capsys.readouterr().out
+        eval.stream(Stub(lambda x: torch.full((*x.shape, 5), math.nan)), ids, 2_000)
 
 
-def test_no_write_leaves_the_memory_at_its_start(trained):
-    """Catches --no-write that writes: it says what the memory is worth."""
-    for no_write in (False, True):
-        _, model, _ = eval.load(trained, CPU, no_write)
-        [state] = model(torch.arange(10)[None])[1]
-        M0 = model.blocks[0].layer.M0
-        W = model.blocks[0].layer.weights(state)[0]
-        assert not model.training and no_write == all((w == m).all() for w, m in zip(W, M0))
+def test_a_frozen_memory_stays_at_its_start(trained):
+    """Catches --no-write that writes, or a model that no longer writes: it says what the memory is worth."""
+    model = train.rebuild(train.load_checkpoint(trained))[0]
+    for no_write, one in (True, eval.frozen(model)), (False, model):
+        [state] = one(torch.arange(10)[None])[1]
+        layer = one.blocks[0].layer
+        assert no_write == all((w == m).all() for w, m in zip(layer.weights(state)[0], layer.M0))
 
 
 def test_text_task_on_a_checkpoint(trained, text, capsys, monkeypatch):
@@ -2346,17 +1881,15 @@ def test_text_task_on_a_checkpoint(trained, text, capsys, monkeypatch):
     argv = ["--ckpt", str(trained), "--device", "cpu", "--stream"]
     assert eval.main([*argv, "2048"]) == 0
     said = capsys.readouterr().out
-    _, model, tokenizer = eval.load(trained, CPU)
-    val = data.split(tokenizer.encode(text.read_text()), 16)[1]
+    model, tokenizer = train.rebuild(train.load_checkpoint(trained))
+    val = data.split(tokenizer.encode(text.read_text()))[1]
     for carry in (False, True):
         assert f"{train.evaluate(model, val, 16, 8, carry=carry):.4f} nats/token" in said
-    at, n = eval.position_loss(model, val, 64, 8, 32)
+    at, n = eval.position_loss(model, eval.evenly(val, 64, 8))
     assert f"{at[16:32].mean():.4f}   longer than in training" in said and f"mean of {n} windows of 64" in said
-    assert "not the text" not in said and "state +0.0%" in said
-    monkeypatch.setattr(eval, "position_loss", lambda model, ids, length, *_: (torch.full((length,), math.nan), 1))
+    assert "not the text" not in said and "a stream of 2,048 tokens" in said
+    monkeypatch.setattr(eval, "position_loss", lambda *_: (torch.full((64,), math.nan), 1))
     assert eval.main([*argv, "0"]) == 1 and "not finite" in capsys.readouterr().err
-    eval.main([*argv, "0", "--report-tokens", "100"])
-    assert capsys.readouterr().out.count("  100 of 300 tokens  ") == 2
 
 
 def test_accuracy_of_an_oracle_and_of_a_fool():
@@ -2372,18 +1905,18 @@ def test_accuracy_of_an_oracle_and_of_a_fool():
 def test_mqar_learns_to_recall(tmp_path, capsys):
     """Catches an optimizer that does not step, targets that are not those of the tokens."""
     argv = ("mqar --model linear --n-layer 1 --n-embd 32 --n-head 2 --vocab 8 --pairs 2 --seq-len 8 --steps 90 "
-            "--chunk 8 --lr 1e-2 --step-start 0 --device cpu --threads 1 --json").split()
+            "--chunk 8 --lr 1e-2 --device cpu --threads 1 --json").split()
     assert recall.main([*argv, str(tmp_path / "a.json")]) == 0
     assert json.loads((tmp_path / "a.json").read_text())["records"][0]["scores"]["2"] > 0.9
 
 
 @pytest.mark.parametrize("task, names", [
     ("needle --lengths 16 128", ["atlas,memory=linear,steps=1", "transformer"]), ("mad", ["titans"]),
-    ("mqar --pairs 1 2", ["atlas,n_embd=8,muon=False,lr=1e-3"]),
-    ("ablation --seq-len 16", list(recall.ABLATION))])
+    ("mqar --pairs 1 2", ["atlas,n_embd=8,muon=False,lr=1e-3"]), ("ablation --seq-len 16", ["atlas", "atlas++"])])
 def test_campaigns_go_on_where_they_stopped(task, names, tmp_path, capsys, monkeypatch):
     """Catches results that are trained again or lost, a row or a column that is missing, the wrong model of a name."""
     monkeypatch.setattr(data, "read", lambda name: data.Corpus("t", "", "to be or not to be " * 99))
+    monkeypatch.setattr(recall, "ABLATION", {name: recall.ABLATION.get(name) for name in names})
     file, trained, made = tmp_path / "a.json", [], recall.trained
     monkeypatch.setattr(recall, "trained", lambda name, *rest: trained.append(name) or made(name, *rest))
     argv = f"{task} --steps 2 --n-layer 1 --n-head 1 --head-dim 4 --batch-size 2 --device cpu --json".split()
@@ -2393,16 +1926,16 @@ def test_campaigns_go_on_where_they_stopped(task, names, tmp_path, capsys, monke
     assert recall.main([*argv, "--seeds", "1", "2"]) == 0 and len(trained) == 2 * once
     records = json.loads(file.read_text())["records"]
     assert records[:len(names)] == first and [r["model"] for r in records] == names * 2 and set(trained) == set(names)
-    said = capsys.readouterr().out
-    titles = dict(mad=recall.MAD, ablation=["text", "mqar"]).get(task.split()[0], [task.split()[0]])
-    assert all(f"\n{title}, {name}: " in said for title in titles for name in names)
-    table = said.split("seconds")[-1]
+    table = capsys.readouterr().out.split("seconds")[-1]
     assert all(f"\n{name} " in table for name in names) and table.count("+-") >= len(names)
-    if "mqar" in task:                                        # while seed 3 is trained another campaign keeps its own
-        other = lambda seed: seed != 3 or recall.main([*argv, "--seeds", "4"]) == 0
-        monkeypatch.setattr(recall, "trained", lambda name, seed, *rest: other(seed) and made(name, seed, *rest))
-        assert recall.main([*argv, "--seeds", "3", "4"]) == 0
-        assert [r["seed"] for r in json.loads(file.read_text())["records"]] == [1, 2, 4, 3]
+    old = first[0]["settings"]                                # such as results/ has: more flags, fewer fields
+    older = {**old, "steps_of": 3, "config": {k: a for k, a in old["config"].items() if k != "error"}}
+    assert recall.matches(older, {**old, "config": {**old["config"], "error": "chunk"}})
+    assert not any(recall.matches(old, {**old, key: 77}) for key in old)
+
+
+def test_variants():
+    """Catches the wrong model of a name, settings of another."""
     args = recall.parse(["mqar"])
     config, steps, lr = recall.variant("atlas,memory=linear,muon=False,steps=9,lr=0.1", args, vocab_size=9)
     assert (config.memory, config.muon, config.vocab_size, config.n_embd, steps, lr) == ("linear", False, 9, 64, 9, 0.1)
@@ -2410,113 +1943,98 @@ def test_campaigns_go_on_where_they_stopped(task, names, tmp_path, capsys, monke
 
 
 def test_one_pass_by_hand(monkeypatch):
-    """Keys at right angles do not disturb each other: each visit of a window leaves 1 - step / window of an error.
-    Catches errors of other pairs, or of a step that is another one's, a window or a momentum that gets lost."""
+    """Catches errors of other pairs, another's step, a lost window or momentum: right angles add up."""
     monkeypatch.setattr(eval, "STEPS", torch.tensor([0.3, 0.7]))
     layer, step = models.Memory(models.configure("atlas", **{**eval.PLAIN, "head_dim": 6})), eval.STEPS[:, None]
     k, v, rest = torch.eye(6).expand(2, 1, 6, 6), torch.randn(2, 1, 6, 6), torch.arange(6, 0, -1)
     for window, momentum, left in ((1, False, 1 - step.expand(2, 6)), (3, False, (1 - step / 3) ** rest.clamp_max(3)),
                                    (1, True, 1 - step * (1 - 0.9 ** rest) / 0.1)):
-        rule = rule_of(layer.config)._replace(window=window, muon_every=0)
-        close(eval.one_pass(layer, rule, momentum, k, v), left.square().mean(1), 1e-5)
+        close(eval.one_pass(layer, k, v, 0, momentum, window), left.square().mean(1), 1e-5)
 
 
-def test_capacity(tmp_path, capsys):
-    """Prop 1 and 2: on unit keys of 4 numbers 4 features hold 4 pairs, 15 monomials 14. Catches a rank that is off;
-    of --task online a row that is missing, or a step that diverges taken for the best."""
-    argv = "--task capacity --pairs 4 5 14 15 --head-dim 4 --batch-size 2 --device cpu --json".split()
-    assert eval.main([*argv, str(tmp_path / "a.json")]) == 0
-    assert json.loads((tmp_path / "a.json").read_text())["least squares, 4 features"][0] == [4, 5, 14, 15]
+def test_capacity(tmp_path, capsys, monkeypatch):
+    """Catches a rank that is off (Prop 1, 2), a row that is missing, a step that diverges taken for the best."""
+    monkeypatch.setattr(eval, "DRAWS", 2)
+    assert eval.main(["capacity", "--pairs", *"8 9 44 45 --device cpu --json".split(), str(tmp_path / "a.json")]) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["least squares, 8 features"][0] == [8, 9, 44, 45]
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("least")]
     assert [[e == "0.00" for e in row[-4:]] for row in rows] == [[True, False, False, False], [True, True, True, False]]
-    assert eval.main("--task online --pairs 3 5 --batch-size 2 --head-dim 4 --device cpu --threads 1".split()) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-12:]]
-    assert len({tuple(row[:3]) for row in rows}) == 12 and all(0 <= float(e) < 1 for row in rows for e in row[3:])
+    assert eval.main("online --pairs 3 5 --device cpu".split()) == 0
+    rows = [line.rsplit(None, 2) for line in capsys.readouterr().out.splitlines()[-24:]]
+    assert len({name for name, *_ in rows}) == 24 and all(0 <= float(e) < 1 for _, *errors in rows for e in errors)
 
 
 # ---- bench.py
 
 def test_bench_smoke(tmp_path, capsys):
-    """Catches a part that fails or lacks a contestant, JSON that cannot be read."""
-    file = tmp_path / "b.json"
-    argv = "--quick --device cpu --model omeganet --model transformer --json".split()
-    assert bench.main([*argv, str(file)]) == 0
-    said, result = capsys.readouterr().out, json.loads(file.read_text())
-    assert set(result) == {"argv", "machine", "records"} and {"device", "threads", "torch"} <= set(result["machine"])
-    names = {part: [r.get("name") for r in result["records"] if r["part"] == part] for part in bench.PARTS}
-    assert names["layer"] == ["omeganet", "transformer"] * 2 and names["step"] == ["omeganet", "transformer"]
-    assert len(names["rule"]) == 10 and len(names["decode"]) == 4 and names["peers"].count("ours") == 4
-    keys = dict(layer="MiB T", rule="MiB muon_every shard", step="parameters ms", peers="MiB times_titans",
-                decode="position ms_per_token state_bytes")
-    for r in result["records"]:
-        assert r["median_s"] > 0 and r["runs"] >= 3 and r["tokens_per_s"] > 0
-        assert set(keys[r["part"]].split()) <= set(r) and f"\n{r['part']}: " in said
+    """Catches a task that fails or lacks a contestant, JSON that cannot be read."""
+    file, argv = tmp_path / "b.json", "--minutes 0 --width 64 --device cpu --json".split()
+    for task, n, keys in (("layer --model omeganet transformer --lengths 8 16", 4, "name T"),
+                          ("rule --length 16", 10, "window chunk muon_every shard T"),
+                          ("peers --length 16", 5, "name chunk newton_schulz")):
+        assert bench.main([*task.split(), *argv, str(file)]) == 0
+        result, said = json.loads(file.read_text()), capsys.readouterr().out
+        assert {*result["machine"]} == {"device", "threads", "torch"} and len(result["records"]) >= n
+        for r in result["records"]:
+            assert {*r} == {*keys.split(), "tokens_per_s", "spread"} and f"{r['tokens_per_s']:,.0f} tokens/s" in said
 
 
 # ---- episodic.py
 
 SHORT = "--n-embd 16 --n-head 2 --batch-size 2 --modulus 11 --threads 1 --device cpu --eval-every 2 --steps 4".split()
-EPISODE = "--data text.txt --seq-len 12 --words 80 --eval-windows 1 --chunk 12 --head-dim 4 --features none --batches 1"
+EPISODE = "--data text.txt --seq-len 12 --chunk 12 --head-dim 4 --features none"
 
 
 @pytest.fixture
-def words(tmp_path):
-    """A file of 4,000 words, 200 of them different."""
+def words(tmp_path, monkeypatch):
+    """A file of 4,000 words, 200 of them different; an evaluation is short."""
+    for name, value in dict(WORDS=100, BATCHES=1, TESTS=1).items():
+        monkeypatch.setattr(episodic, name, value)
     number = torch.randint(200, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
     (tmp_path / "text.txt").write_text(" ".join(chr(97 + i // 20) + chr(97 + i % 20) for i in number))
     return str(tmp_path / "text.txt")
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0], ids=["language", "arithmetic"])
-def test_episode(words, share):
-    """One number, one episode; answers stand at [MASK] alone, and storage shows them; sums are right; whoever remembers
-    answers all. Catches: an answer left visible, a batch that storage never showed, test sums that training shows."""
-    tc = episodic.Settings(data=words, words=100, seq_len=24, batch_size=4, arithmetic=share, batches=3)
-    made = episodic.Episodes(tc, CPU, torch.float32)
-    V = made.words
+def test_episode(words, share, monkeypatch):
+    """Catches an answer left visible, a batch that storage never showed, test sums that training shows."""
+    for name, value in dict(SUMS=share, BATCHES=3, TESTS=10).items():
+        monkeypatch.setattr(episodic, name, value)
+    task = episodic.Episodes(episodic.Settings(data=words, seq_len=24, batch_size=4), CPU, torch.float32)
+    V = task.words
     for test in (0, 1):
-        episode, again, other = (list(made.draw(number, 3, test)) for number in (3, 3, 4))
+        episode, again, other = (list(task.draw(number, 3, test)) for number in (3, 3, 4))
         assert str(episode) == str(again) and str(episode) != str(other) and str(episode[0]) != str(episode[1])
         for kind, shown, asked, answers in episode:
             hidden = answers >= 0
-            assert hidden.any(1).all() and (hidden.sum(1) <= tc.masks).all() and (answers[~hidden] == -100).all()
+            assert hidden.any(1).all() and (hidden.sum(1) <= episodic.MASKS).all() and (answers[~hidden] == -100).all()
             assert torch.equal(hidden, asked == V + 1) and torch.equal(asked.where(~hidden, answers), shown)
-            a, _, b, _, c = (shown[:, i::6] - V - 5 for i in range(5))
-            if kind == "language":
-                assert (answers[hidden] >= episodic.COMMON).all() and (answers[hidden] < V).all()
-            else:
-                assert torch.equal((a + b) % tc.modulus, c)
-                pairs = set(map(tuple, made.pairs[test].tolist()))
+            if kind != "language":
+                a, _, b, _, c = (shown[:, i::6] - V - 5 for i in range(5))
+                pairs = set(map(tuple, task.pairs[test].tolist()))
+                assert torch.equal((a + b) % task.tc.modulus, c)
                 assert set(zip(a.flatten().tolist(), b.flatten().tolist())) <= pairs
+    first, second = (set(map(tuple, a.tolist())) for a in task.pairs)
+    assert not first & second and all((b, a) in side for side in (first, second) for a, b in side)
 
     class Oracle(torch.nn.Module):                            # its state is what was shown, in order
         def forward(self, tokens, state):
-            asks, seen = (tokens == V + 1).any(), list(state or [])
-            told = seen.pop(0) if asks and seen else tokens
-            return torch.nn.functional.one_hot(told, made.vocab_size).float(), seen if asks else [*seen, tokens]
-    found = made.measure(Oracle())
-    assert found["carried"] == 1 and found["reset"] == 0
-
-
-def test_sums():
-    """All sums once, a + b on the side of b + a. Catches: held-out sums that can be looked up, a wrong share."""
-    for share in (0.3, 0.9):
-        first, second = (set(map(tuple, a.tolist())) for a in episodic.sums(11, share, 1))
-        assert len(first) + len(second) == 121 and not first & second and abs(len(first) / 121 - share) < 0.03
-        assert all((b, a) in side for side in (first, second) for a, b in side)
+            asks, stored = (tokens == V + 1).any(), list(state or [])
+            told = stored.pop(0) if asks and stored else tokens
+            return torch.nn.functional.one_hot(told, task.vocab_size).float(), stored if asks else [*stored, tokens]
+    measured = task.measure(Oracle())
+    assert measured["carried"] == 1 and measured["reset"] == 0
 
 
 @pytest.mark.parametrize("flags", [EPISODE, "--grok"])
 def test_episodic_resume(words, tmp_path, monkeypatch, flags, capsys):
-    """A run that was stopped and resumed ends in the bits of one that was not, with its log. Catches: a step number
-    not carried on, optimizers not loaded, settings lost or changed."""
+    """Catches a step number not carried on, optimizers not loaded, settings lost or changed."""
     monkeypatch.chdir(tmp_path)
     for out, code in ("a", 0), ("b", 128 + 15):
         assert episodic.main([*SHORT, *flags.split(), "--out", str(tmp_path / out)]) == code
         assert re.search(r"model +\w+: [\d,]+ parameters", capsys.readouterr().out)            # without a size
         monkeypatch.setattr(train, "noted_signals", common.contextmanager(lambda *_: iter([[15]])))
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "noted_signals", common.noted_signals)
     assert episodic.main(["--resume", "--seed", "3", "--out", str(tmp_path / "b")]) == 2
     assert episodic.main(["--resume", "--threads", "1", "--device", "cpu", "--out", str(tmp_path / "b")]) == 0
     a, b = (train.load_checkpoint(tmp_path / out, text=False) for out in "ab")
@@ -2530,24 +2048,18 @@ def test_episodic_resume(words, tmp_path, monkeypatch, flags, capsys):
 
 def test_circles():
     """Circles have 1 and 1. Catches: a mean or frequency counted wrongly."""
-    p, d = 97, 64
-    angle = 2 * math.pi * torch.arange(p)[:, None] * torch.tensor([3, 14, 40]) / p
-    E = torch.cat([angle.cos(), angle.sin()], 1) @ torch.randn(6, d) + 5 * torch.randn(d)
+    angle = 2 * math.pi * torch.arange(97)[:, None] * torch.tensor([3, 14, 40]) / 97
+    E = torch.cat([angle.cos(), angle.sin()], 1) @ torch.randn(6, 64) + 5 * torch.randn(64)
     assert episodic.circles(E)[0] > 0.9999 and episodic.circles(E, 1)[0] < 0.9
-    one = torch.stack([angle[:, 1].cos(), angle[:, 1].sin()], 1) @ torch.randn(2, d)
-    assert min(episodic.circles(one)) > 0.9999 and episodic.circles(one[torch.randperm(p)])[1] < 0.9
 
 
 def test_stablemax_and_perp_grad():
-    """Stablemax is s / sum s, its gradient finite for any logit; no gradient is left along the weights. Catches:
-    log(0), the 0 * inf of a branch not taken, a projection on the gradient instead of the weights."""
+    """Catches: log(0), the 0 * inf of a branch not taken, a projection on the gradient instead of the weights."""
     x = torch.tensor([[0.0, -1.0, 1.0, 1e30, -1e30]], requires_grad=True)
     episodic.log_stablemax(x)[0, :3].sum().backward()
-    assert x.grad.isfinite().all() and abs(episodic.log_stablemax(x).exp().sum().item() - 1) < 1e-6
-    y = torch.tensor([0.0, -1.0, 3.0], requires_grad=True)    # s = 1, 1/2, 4, and s' = 1, 1/4, 1
-    episodic.log_stablemax(y)[0].backward()
-    assert torch.allclose(episodic.log_stablemax(y).exp(), torch.tensor([1, 0.5, 4]) / 5.5)
-    assert torch.allclose(y.grad, torch.tensor([1 - 1 / 5.5, -0.25 / 5.5, -1 / 5.5]))
+    assert x.grad.isfinite().all()
+    y = torch.tensor([0.0, -1.0, 3.0])                        # s = 1, 1/2, 4
+    close(episodic.log_stablemax(y).exp(), torch.tensor([1, 0.5, 4]) / 5.5, 1e-6)
     w, g = torch.nn.Parameter(torch.randn(5, 4)), torch.randn(5, 4)
     w.grad = g.clone()
     episodic.perpendicular([w, torch.nn.Parameter(torch.zeros(2))])
@@ -2560,11 +2072,8 @@ def test_stablemax_and_perp_grad():
 ROOT = Path(omega.__file__).resolve().parent
 README, MORE, LADDER, SLIPS = ((ROOT / name).read_text(encoding="utf-8") for name in (
     "README.md", "results/README.md", "results/ladder.md", "results/paper.md"))
-LINES = dict(memory=155, muon=130, poly=130, omega=220, chunks=405, layer=300, shards=105, wiring=260, models=330,
-             common=330, train=574, data=440, recall=370, eval=440, episodic=280, bench=310, sample=105, test_all=2806)
-PROGRAM = 4632                                                # lines of all but test_all.py
-ORDER = "memory muon poly omega chunks layer shards wiring models train".split()         # no import runs to the right
-CODE = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in LINES if (ROOT / f"{name}.py").exists()}
+CODE = {path.stem: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*.py"))}
+LIMITS = dict(program=(4400, 255_000), test_all=(2300, 133_000))                 # lines, bytes
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README + LADDER + SLIPS, re.S))
@@ -2606,8 +2115,7 @@ RUNGS = [("linear", dict(chunk=1)), ("deltanet", dict(chunk=1)), ("titans", dict
 
 
 def test_ladder():
-    """Builds the function of each rung by the diffs. Catches a diff that does not fit, or makes another rule than the
-    project's model."""
+    """Catches a diff that does not fit, or makes another rule than the project's model."""
     source, *_ = re.findall(r"```python\n(.*?)```", LADDER, re.S)
     diffs = re.findall(r"```diff\n(.*?)```", LADDER.split("## Change")[0], re.S)
     for (name, given), diff in zip(RUNGS, ["", *diffs, ""], strict=True):        # the last one twice: matrix and MLP
@@ -2621,79 +2129,44 @@ def test_ladder():
         for b, h in (0, 0), (1, 1):
             parts = [a if a is None else a[b, h] for a in map(x.get, ("q", "k", "v", *Gates._fields[:4]))]
             close(made["rule"](rule.memory, [w[h] for w in M0], phi, *parts, rule.chunk), want[b, h])
-    assert len(LADDER.splitlines()) <= 150 and max(map(len, LADDER.splitlines())) <= 100
 
 
 def test_commands(monkeypatch, capsys):
-    """Runs all commands of READMEs and docstrings up to where the work begins. Catches a flag or model that was renamed
-    in a program, and not in a command; sizes that do not fit."""
-    with pytest.raises(SystemExit):
-        train.main(["--help"])
-    flags = set(sum(re.findall(r"^  (--[a-z-]+)(?:, (--no-[a-z-]+))?", capsys.readouterr().out, re.M), ()))
+    """Catches a flag or model that was renamed in a program, and not in a command; sizes that do not fit."""
     spans = re.findall(r"^ *((?:python|torchrun) .*?)(?:  | [<#]|$)", "\n".join([README, *CODE.values()]), re.M)
     spans += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", README + MORE + LADDER, flags=re.S))
-    commands = [re.search(r"(?:python|torchrun \S+ \d) (?!test_all)(\w+)\.py(.*)|^(--.*)", a, re.S) for a in spans]
-    assert len(commands := [c for c in commands if c]) > 90
-    ignored = (ROOT / ".gitignore").read_text()
-    assert all(f"/{out}/" in ignored for out in re.findall(r"--out ([a-z]\w+)", README + MORE))
+    commands = [re.search(r"(?:python|torchrun \S+ \d) (?!test_all)(\w+)\.py(.*)", a, re.S) for a in spans]
+    assert len(commands := [c for c in commands if c]) > 60
     monkeypatch.setattr(data, "read", lambda name: data.Corpus("t", "", "to be or not to be " * 99))
     monkeypatch.setattr(train, "launch", lambda given, read=train.settings, *_, **how: read(given) and None)
     monkeypatch.setattr(recall, "campaign", lambda args, *_, **how: {
         name: dict(text=[1.0 * len(recall.variant(name, args))]) for name in args.model})
-    for owner in "data.make_files sample.speak bench.measure train.plot common.need episodic.need".split():
+    for owner in "data.make_files sample.speak train.plot common.need episodic.need".split():
         monkeypatch.setattr(owner, lambda *_: None)
-    monkeypatch.setattr(eval, "TASKS", dict.fromkeys(eval.TASKS, lambda *_: None))
+    idle = lambda *_: None
+    idle.__doc__ = "Do nothing."
+    for module in bench, eval:
+        monkeypatch.setattr(module, "TASKS", dict.fromkeys(module.TASKS, idle))
     monkeypatch.chdir(ROOT)                                   # --json and --plot name a folder that is there
     for c in commands:
-        if c[3]:
-            assert set(re.findall(r"--[a-z-]+", c[3])) <= flags, c[0]
-            assert set(re.findall(r"--model ([a-z+]+)", c[3])) <= set(models.PRESETS), c[0]
-        elif importlib.import_module(c[1]).main(shlex.split(c[2].replace("NAME", "mixing"))):
+        if importlib.import_module(c[1]).main(shlex.split(c[2].replace("NAME", "mixing"))):
             pytest.fail(f"{c[0]}: {capsys.readouterr().err}")
 
 
-def test_readme_names_choices_links():
-    """Catches a function that is gone, a choice told nowhere, a dead link, a figure that was never filled in."""
-    for name, attribute in re.findall(rf"\b({'|'.join(LINES)})\.(?!py|png|bin)(\w+)", README + LADDER):
-        owners = importlib.import_module(name), *([models.Memory] if name == "layer" else [])
-        assert any(hasattr(owner, attribute) for owner in owners), f"{name}.{attribute}"
-    cited = {int(n) for text in CODE.values() for part in re.findall(r"\bchoices?\s+(\d(?:[\d,\s-]|and)*)", text)
-             for low, high in re.findall(r"(\d+)(?:\s-\s(\d+))?", part) for n in range(int(low), int(high or low) + 1)}
-    told = [int(n) for n in re.findall(r"^(\d+)\. \*\*", README, re.M)]
-    assert told == list(range(1, len(told) + 1)) and cited == set(told), cited ^ set(told)
+def test_size_and_links():
+    """Catches a project that grows, a line too wide to read, a dead link."""
+    program = "".join(text for name, text in CODE.items() if name != "test_all")
+    for name, text in dict(program=program, test_all=CODE["test_all"]).items():
+        assert len(text.splitlines()) <= LIMITS[name][0] and len(text.encode()) <= LIMITS[name][1], name
+        assert max(map(len, text.splitlines())) <= 120
     for folder, text in (".", README), ("results", MORE + LADDER + SLIPS):
         assert [a for a in re.findall(r"\]\(([^)#]+)", text) if not (ROOT / folder / a).exists()] == []
-    files = [p for p in (ROOT / "results").iterdir() if p.name not in ("README.md", "gpu.log")]
-    assert set(re.findall(r'\$out/([^"]+)"', (ROOT / "results/gpu.sh").read_text())) == {"gpu.log", "gpu.json"}
-    assert len(files) <= 23 and all(p.stat().st_size < 100_000 for p in files)
-    assert [p.name for p in files if p.name not in README + MORE and p.suffix != ".log"] == []
-    assert not re.findall(r"@[A-Z0-9]+@", README + MORE)
-    assert (ROOT / ".ci/run").exists()
-
-
-def test_house_rules():
-    """Catches a file, function or line that has grown too long and an import that runs upward or in a circle."""
-    assert len(README.splitlines()) <= 250 and len(MORE.splitlines()) <= 305
-    assert sum(len(text.splitlines()) for name, text in CODE.items() if name != "test_all") <= PROGRAM
-    for name, text in CODE.items():
-        assert len(text.splitlines()) <= LINES[name], name
-        assert [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 120] == [], name
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 60, f"{name}.{node.name}"
-            if isinstance(node, (ast.Import, ast.ImportFrom)) and name != "test_all":
-                ours = {node.module} if isinstance(node, ast.ImportFrom) else {a.name for a in node.names}
-                below = {*ORDER[:ORDER.index(name)]} if name in ORDER else {*ORDER} - {"wiring"}
-                below |= set() if name in ORDER[:8] else {"common", "data"}
-                below -= {"shards"} if name == "wiring" else {"wiring"} if name == "train" else set()
-                assert ours & set(LINES) <= dict(common=set(), data={"common"}).get(name, below), name
 
 
 def test_the_layer_needs_five_files_beside_it(tmp_path):
     """Catches an import that a model of one's own would have to copy, too."""
-    for name in ORDER[:6]:
+    for name in "memory poly muon omega chunks layer".split():
         (tmp_path / f"{name}.py").write_text(CODE[name])
-        assert "argparse" not in CODE[name]
     subprocess.run([sys.executable, "-c", """if True:
         import torch, layer
         made, x = layer.Memory(layer.settings(n_embd=16, n_head=2)), torch.randn(2, 70, 16)
@@ -2707,97 +2180,79 @@ def test_the_layer_needs_five_files_beside_it(tmp_path):
 
 # ---- python test_all.py --mutants: faults of the mathematics, each with a test that must notice it
 
-MUTANTS = [                                                   # file, text (it is there once), what it becomes, tests
-    ("muon.py", "2.0315", "2.3015", "ns_against_svd"),
-    ("muon.py", "torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)", "square.rsqrt()", "ns_of_any_size"),
-    ("muon.py", "GRAM_STEPS = 3 ", "GRAM_STEPS = 9 ", "ns_in_float32"),
-    ("muon.py", "R = torch.bmm(Q, R) if i else Q", "R = Q", "ns_is_the_plain"),
-    ("muon.py", 'p.grad.lerp(buffer, group["momentum"])', "buffer.clone()", "outer_muon"),
-    ("train.py", 'and not name.startswith("head.")', "", "who_trains"),
-    ("train.py", "tc.batch_size // 2, 2 * tc.grad_accum", "tc.batch_size // 2, tc.grad_accum", "too_large"),
-    ("poly.py", "math.comb(sum(exponents), r) ** 0.5", "math.comb(sum(exponents), r)", "phi_kernel"),
-    ("poly.py", "math.factorial(i) ** -0.5", "1 / math.factorial(i)", "phi_one_by_one"),
-    ("poly.py", "sketch_dim ** 0.25", "sketch_dim ** 0.5", "sketch"),
-    ("poly.py", "torch.cat([r, (r @ keys.mT).exp()], -1)", "torch.cat([r, r @ keys.mT], -1)", "monomials_converge"),
-    ("memory.py", "0.5 * (y - v).square().sum()", "0.5 * (y - v).square().mean()", "losses_by_hand"),
-    ("memory.py", "return r + (F.rms_norm", "return (F.rms_norm", "memory_as_printed"),
-    ("memory.py", "(e - n * (n * e)", "(e - (n * e)", "memory_as_printed"),
-    ("memory.py", "slope(da * u, z)", "slope(da, z)", "memory_as_printed"),
-    ("omega.py", "keep[t] * w - step[t] * newton_schulz_ref(s)", "w - step[t] * newton_schulz_ref(s)", "is_the_rule"),
-    ("omega.py", "else due * NS(U)", "else -due * NS(U)", "matrix_by_hand"),
-    ("omega.py", "max(0, past + t - rule.window + 1)", "max(0, past + t - rule.window)", "linear_attention"),
-    ("omega.py", "step[t] * s for u, s in zip(U, S))", "step[t] * s for u, s in zip(U, g))", "matrix_by_hand"),
-    ("omega.py", "if (t + 1) % rule.chunk % block == 0:", "if t % rule.chunk % block == 0:", "matrix_by_hand"),
-    ("omega.py", "if t % rule.chunk == 0:", "if True:", "test_titans"),
-    ("omega.py", "now = *anchor[:-1], W[-1] - U[-1]", "now = *anchor[:-1], W[-1]", "omega_is_omega_ref"),
-    ("omega.py", "pos + rule.window - 1) for a in (ks", "pos) for a in (ks", "omega_is_omega_ref"),
-    ("omega.py", "Gates(*(last(a, pos) for", "Gates(*(last(a, min(pos, 1)) for", "omega_is_omega_ref"),
-    ("omega.py", "self.ball / n.clamp_min(self.ball)", "self.ball / n", "run_away"),
-    ("omega.py", "vector_norm(w.detach()", "vector_norm(w", "run_away"),
-    ("chunks.py", "(hidden + columns[..., None, :])).exp()", "columns[..., None, :]).exp() * hidden.exp()", "extreme"),
-    ("chunks.py", "of(ones.tril() & within)", "of(ones.tril())", "omega_is_omega_ref"),
-    ("chunks.py", "if ragged(a.shape[-2])", "if False", "omega_is_omega_ref"),
-    ("chunks.py", "(decays(gates.keep, of).mT) * due)", "(decays(gates.keep, of).mT))", "omega_is_omega_ref"),
-    ("chunks.py", "kept * due if rule.muon_every", "kept if rule.muon_every", "omega_is_omega_ref"),
-    ("chunks.py", "(t % m < m - 1) & (t < c - (c == rule.chunk))", "(t % m < m - 1)", "omega_is_omega_ref"),
-    ("chunks.py", "G[..., :1] * -gates.momentum[..., :1, None]", "-G[..., :1]", "omega_is_omega_ref"),
-    ("chunks.py", "S[..., :1] * gates.momentum[..., :1, None]", "S[..., :1]", "omega_is_omega_ref"),
-    ("chunks.py", "A = -later(P) * scores", "A = later(P) * scores", "omega_is_omega_ref"),
-    ("chunks.py", "F.pad(a[..., :-1, :], (0, 0, 1, 0), value=first)", "a", "omega_is_omega_ref"),
-    ("chunks.py", "later(products(gates.keep), 1.0)", "later(products(gates.keep))", "need_no_chunk"),
-    ("chunks.py", "E0 + made.u * torch.bmm(x, S)", "E0", "need_no_chunk"),
-    ("chunks.py", "torch.cat([-c @ b @ a, c], -1)", "torch.cat([c @ b @ a, c], -1)", "omega_is_omega_ref"),
-    ("chunks.py", "(torch.bmm if inverts(rule, v) else solve)", "solve", "omega_is_omega_ref"),
-    ("chunks.py", "torch.addcmul(a, close.u[:, r, None], s)", "a", "omega_is_omega_ref"),
-    ("chunks.py", "scores = P * phi.inner(", "scores = phi.inner(", "omega_is_omega_ref"),
-    ("chunks.py", "(pair >= missing)", "(pair >= 0)", "omega_is_omega_ref"),
-    ("chunks.py", "a.where(~reset[:, :1, None], 0) for a in", "a for a in", "omega_is_omega_ref"),
-    ("chunks.py", " + write(x, d, P[:, 0])[0]", "", "matrix_by_hand"),
-    ("shards.py", "start(rule, phi, M0, n * B", "start(rule, phi, whole.M0 or M0, n * B", "test_shards"),
-    ("layer.py", "forgets = opened * (-keep)", "forgets = (-keep)", "block_by_hand"),
-    ("layer.py", "torch.full((H, 1), c.step_start)", "torch.zeros(H, 1)", "test_gates"),
-    ("chunks.py", "/ made.size", "", "learns_a_pair"),
-    ("layer.py", "else 1 - momentum", "else 1", "do_not_explode"),
-    ("chunks.py", "torch.ones_like(due) if rule.solves else due", "due", "omega_is_omega_ref"),
-    ("chunks.py", "gates.gate / size.unflatten(-1, (-1, rule.window))", "gates.gate", "learns_a_pair"),
-    ("layer.py", "inputs[:, -n:].clone() if doc", "qkv[:, -n:].clone() if doc", "test_reading"),
-    ("layer.py", "q, k = unit(q), unit(k)", "q = unit(q)", "block_by_hand"),
-    ("layer.py", "momentum, gate * looks, reset)", "momentum, gate, reset)", "test_padding"),
-    ("layer.py", "omega.Gates(keep.where(here, 1)", "omega.Gates(keep", "test_padding"),
-    ("layer.py", "gate * looks, reset)", "gate * looks)", "test_reset"),
-    ("layer.py", "tuple(self.M0) if", "tuple(p.detach() for p in self.M0) if", "test_detach"),
-    ("models.py", "x = x + self.dropout(y)", "x = x + y", "test_dropout"),
-    ("models.py", "remat = [], self.remat and", "remat = [], False and", "test_remat"),
-    ("models.py", "probs.cumsum(-1) - probs >=", "probs.cumsum(-1) >=", "test_sample"),
-    ("wiring.py", "(j > i - w)", "(j >= i - w)", "attention_by_hand"),
-    ("wiring.py", "frozen = state.frozen or (", "frozen = (", "test_reading"),
-    ("wiring.py", "self.memory(y, inner, mask", "self.memory(x, inner, mask", "wirings_by_hand"),
-    ("wiring.py", "torch.where(reset[:, :1, None, None], *pair)", "pair[1]", "test_reset"),
-    ("wiring.py", "self.floor * m if", "self.floor * y if", "test_polarise"),
-    ("eval.py", "k.roll(-1, 2)", "k", "test_probe"),
+MUTANTS = [                               # what breaks, function, its source, what that becomes, a test that notices
+    ("a coefficient is mistyped", muon.iterate, "alpha=c", "alpha=1.2 * c", "ns_against_svd"),
+    ("a zero matrix gives 0 / 0", muon.inverse_norm, "tiny).rsqrt(), 0)", "0).rsqrt(), torch.inf)", "ns_of_any_size"),
+    ("one Gram matrix for all steps", muon.iterate, "GRAM_STEPS", "9", "ns_in_float32"),
+    ("a step on R is lost", muon.iterate, "R = torch.bmm(Q, R) if i else Q", "R = Q", "ns_is_the_plain"),
+    ("Nesterov is lost", muon.Muon.step, 'p.grad.lerp(buffer, group["momentum"])', "buffer.clone()", "outer_muon"),
+    ("Muon trains the head", train.make_optimizers, 'and not name.startswith("head.")', "", "who_trains"),
+    ("half of a large batch is lost", train.rehearse, "2 * tc.grad_accum", "tc.grad_accum", "too_large"),
+    ("multinomial weights without root", poly.monomials, "r) ** 0.5", "r)", "phi_kernel"),
+    ("exp features without exp", poly.kernel_rows, "(r @ keys.mT).exp()", "r @ keys.mT", "monomials_converge"),
+    ("a mean for a sum", memory.loss, "(y - v).square().sum()", "(y - v).square().mean()", "losses_by_hand"),
+    ("a lost residual", memory.output, "return r + (F.rms_norm", "return (F.rms_norm", "memory_as_printed"),
+    ("a misplaced bracket", memory.output_error, "(e - n * (n * e)", "(e - (n * e)", "memory_as_printed"),
+    ("the paper's rule does not decay", omega.paper, "keep[t] * w - step", "w - step", "is_the_rule"),
+    ("an update with the other sign", omega.omega_ref, "else due * NS(U)", "else -due * NS(U)", "matrix_by_hand"),
+    ("a window off by one", omega.omega_ref, "t - rule.window + 1)", "t - rule.window)", "matrix_by_hand"),
+    ("an update without momentum", omega.omega_ref, "in zip(U, S))", "in zip(U, g))", "matrix_by_hand"),
+    ("every token is a boundary", omega.omega_ref, "if t % rule.chunk == 0:", "if True:", "matrix_by_hand"),
+    ("errors before the block's steps", omega.omega_ref, "W[-1] - U[-1]", "W[-1]", "omega_is_omega_ref"),
+    ("a state loses pairs", omega.since, "pos + rule.window - 1)", "pos)", "omega_is_omega_ref"),
+    ("a ball that enlarges", omega.Rule.bound, "self.ball / n.clamp_min(self.ball)", "self.ball / n", "run_away"),
+    ("a mask after exp", chunks.decays, "(hidden + columns[..., None, :])).exp()",
+     "columns[..., None, :]).exp() * hidden.exp()", "extreme"),
+    ("the last block of a chunk is lost", chunks.ends, "if ragged(a.shape[-2])", "if False", "omega_is_omega_ref"),
+    ("a block counts once", chunks.closing, "kept * due if", "kept if", "omega_is_omega_ref"),
+    ("errors with the other sign", chunks.system, "A = -later(P)", "A = later(P)", "omega_is_omega_ref"),
+    ("a step that nothing divides", chunks.solved, "/ made.size", "", "learns_a_pair"),
+    ("Newton-Schulz without S_0", chunks.learn, "torch.addcmul(a, close.u[:, r, None], s)", "a", "omega_is_omega_ref"),
+    ("reading without P", chunks.read, "scores = P * phi.inner(", "scores = phi.inner(", "omega_is_omega_ref"),
+    ("pairs before the first token", chunks.cut, "(pair >= missing)", "(pair >= 0)", "omega_is_omega_ref"),
+    ("shards from the whole's memory", shards.shards, "M0, n * B", "whole.M0 or M0, n * B", "test_shards"),
+    ("a closed gate forgets", layer.Memory.make_gates, "opened * (-keep)", "(-keep)", "block_by_hand"),
+    ("steps that add up", layer.Memory.most, "else 1 - momentum", "else 1", "do_not_explode"),
+    ("short texts vanish", layer.Memory.project, "inputs[:, -n:].clone()", "qkv[:, -n:].clone()", "test_reading"),
+    ("padding writes", layer.masked, "gate * looks, reset)", "gate, reset)", "test_padding"),
+    ("a reset is not told", layer.masked, "gate * looks, reset)", "gate * looks)", "test_reset"),
+    ("M0 does not learn", layer.Memory.with_M0, "tuple(self.M0)", "tuple(m.detach() for m in self.M0)", "every_model"),
+    ("--remat in vain", models.LM.forward, "self.remat and", "False and", "test_remat"),
+    ("top_p stops too early", models.sample, "probs.cumsum(-1) - probs", "probs.cumsum(-1)", "test_sample"),
+    ("attention's window off by one", wiring.attend, "(j > i - w)", "(j >= i - w)", "attention_by_hand"),
+    ("MAC reads what it has just written", wiring.Wiring.segment, "state.frozen or (", "(", "test_reading"),
+    ("MAC writes its input", wiring.Wiring.segment, "self.memory(y, inner", "self.memory(x, inner", "wirings_by_hand"),
+    ("a surprise after the write", eval.watch, "k.roll(-1, 2)", "k", "test_probe"),
 ]
+
+
+def broken(function, old, new):
+    """Return the code of a function whose source has been changed."""
+    function, made = inspect.unwrap(function), {}
+    source = textwrap.dedent(inspect.getsource(function))
+    assert old in source, f"{function.__qualname__} has no {old!r}"
+    source = "class Made:\n" + textwrap.indent(source.replace(old, new), "    ")                 # super() needs a class
+    exec(source, function.__globals__, made)
+    return inspect.unwrap(vars(made["Made"])[function.__name__]).__code__
 
 
 def test_every_mutant_has_its_text_and_its_test():
     """Catches: a fault that nobody tries any more, for a line or a test was renamed."""
-    for file, old, _, pattern in MUTANTS:
-        assert Path(__file__).with_name(file).read_text().count(old) == 1, old
-        assert any(pattern in name for name in globals()), pattern
+    for _, *fault, pattern in MUTANTS:
+        assert broken(*fault) and any(pattern in name for name in globals()), pattern
 
 
 def mutants():
-    """Make each fault in a copy of the project and run its tests there -> how many they did not notice."""
-    here, survivors = Path(__file__), 0
-    for file, old, new, pattern in MUTANTS:
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copytree(here.parent / "results", Path(folder, "results"))
-            for path in (*here.parent.glob("*.py"), here.with_name("README.md")):
-                shutil.copy(path, folder)
-            text = here.with_name(file).read_text()
-            Path(folder, file).write_text(text.replace(old, new))
-            argv = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-k", pattern, here.name]
-            noticed = subprocess.run(argv, cwd=folder, capture_output=True).returncode == 1
-        print("noticed " if noticed else "SURVIVED", file, f"{old!r} -> {new!r}", flush=True)
+    """Make each fault in a process of its own and run its tests there -> how many they did not notice."""
+    survivors = 0
+    for what, function, old, new, pattern in MUTANTS:
+        code = broken(function, old, new)
+        if not os.fork():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            inspect.unwrap(function).__code__ = code
+            os._exit(pytest.main(["-xq", "-p", "no:cacheprovider", "-k", pattern, __file__]))
+        noticed = os.waitstatus_to_exitcode(os.wait()[1]) == 1
+        print("noticed " if noticed else "SURVIVED", what, flush=True)
         survivors += not noticed
     return survivors
 

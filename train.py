@@ -29,24 +29,28 @@ from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_co
                     noted_signals, opt, pick_dtype, plot, replacing, save_file, say, setup)
 from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt, make_tokenizer, read,
                   repeated, streams, windows)
-from models import LM, PRESETS, SIZES, Config, Memory, holds_all, sized
+from models import LM, PRESETS, SIZES, Config, holds_all, sized
 from muon import Muon
 
+LOGGERS = "wandb", "tensorboard"
 RANK, PROCESSES = (int(n) if n.isdecimal() else -1 for n in map(os.environ.get, ("RANK", "WORLD_SIZE"), "01"))
-FORMAT = 6                                                    # of checkpoints
+FORMAT = 7                                                    # of checkpoints
+BETA2 = 0.95                                                  # decay of AdamW's second moment
+EVAL_WINDOWS = 64                                             # about, of validation while training, evenly spaced
+REPORT_TOKENS = 2_000_000                                     # of validation at the end, at most
 SAMPLE = 200                                                  # tokens of the sample at the end
 
 
 # ---- settings: each field is a flag
 @dataclass
 class TrainConfig:
-    """Everything about a run that is not the network."""
+    """Hold everything about a run that is not the network."""
     model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
     size: str = opt("auto", "size of the network and of the run; auto: baby on CUDA, else tiny", ("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder, or a mix by weight: a.txt:0.4,b.jsonl:0.6")
     tokenizer: str = opt("char", "what a token is; gpt2: the byte pairs of GPT-2", choices=TOKENIZERS)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv, config.json; an earlier run moves to OUT/old-N")
-    resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings, but any device, threads, compile, lower rates")
+    resume: bool = opt(False, "go on from OUT/ckpt.pt; --lr may be lower, --steps, --device and logs may differ")
     init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and tokenizer")
     steps: int = opt(600, "optimizer steps", low=1)
     seed: int = opt(1337, "seed of weights, batches and dropout", high=2**40)
@@ -60,21 +64,14 @@ class TrainConfig:
     embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr; with --tie give 1")
     gates_lr: float = opt(1.0, "learning rate of keep, step, momentum and gamma, in multiples of --lr")
     outer_muon_lr: float = opt(2e-2, "peak learning rate of the outer Muon (the inner one has none)")
-    beta2: float = opt(0.95, "decay of AdamW's second moment", high=1)
     weight_decay: float = opt(0.1, "weight decay of hidden matrices; nothing else decays")
-    grad_clip: float = opt(1.0, "largest norm of the gradient; 0: no clipping")
     warmup: int = opt(20, "steps of linear warmup; by default at most a tenth of --steps")
     eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
-    eval_windows: int = opt(64, "about how many validation windows, evenly spaced, while training; 0: all")
-    report_tokens: int = opt(2_000_000, "validation tokens that the report at the end reads, twice; 0: all")
-    wandb: bool = opt(False, "log to Weights & Biases, too")
-    tensorboard: bool = opt(False, "log to TensorBoard files in --out, too")
+    log_to: str = opt("csv", "log to Weights & Biases or to TensorBoard files in --out, too", ("csv", *LOGGERS))
     log_every: int = opt(10, "steps between log lines", low=1)
     device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", choices=("auto", "cpu", "cuda", "mps"))
-    memory_dtype: str = opt("auto", "products of the memory; auto: as --dtype on CUDA", choices=("auto", "float32"))
     dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32", choices=("auto", "float32", "bfloat16"))
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
-    graph: bool = opt(False, "forward and backward as CUDA graphs, one launch each (not tried yet)")
     remat: bool = opt(False, "compute each block again in backward: less memory, a third more time")
     threads: int = opt(0, "CPU threads; 0: torch decides")
 
@@ -95,20 +92,19 @@ TRAIN_SIZES = {                                               # differences from
     "1.3b": dict(PAPER | dict(batch_size=2, grad_accum=64), steps=200_000, lr=7e-4),
 }
 NO_FLAG = "vocab_size", "attention"                           # which the tokenizer and the preset decide
-LAUNCH = {"out", "resume", "device", "compile", "graph", "threads", "wandb", "tensorboard"}   # never from a checkpoint
-RATES = {"lr", "outer_muon_lr"}                               # may be lower on --resume
-FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat", "report_tokens"}        # may differ
+LAUNCH = {"out", "resume", "device", "compile", "threads", "log_to"}       # never from a checkpoint
+FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat"}     # may differ on --resume; rates may be lower
 KEPT = {"model", "size", "tokenizer"}                         # --init takes them from the checkpoint
 
 
 def keep_to(old, names, given):
     """Raise UserError for a given flag of these names that differs from the checkpoint. Say where it lowers a rate."""
-    was = asdict(Config(**old["config"])) | old["train"]
+    was = old["config"] | old["train"]
     for name in names:
-        if name in RATES and given[name] < was[name]:
+        if name in ("lr", "outer_muon_lr") and given[name] < was[name]:
             say(f"{flag(name)} is {given[name]} from here on, {was[name]} before")
-        elif given[name] != was.get(name):
-            raise UserError(f"{flag(name)} is {was.get(name)} in {old['path']}, not {given[name]}; drop the flag")
+        elif given[name] != was[name]:
+            raise UserError(f"{flag(name)} is {was[name]} in {old['path']}, not {given[name]}; drop the flag")
 
 
 def settings(given, old=None):
@@ -116,22 +112,20 @@ def settings(given, old=None):
     new run takes defaults < size < preset < flags. With --init the old network takes the place of size and preset."""
     resume, was = given.get("resume"), old["train"] if old else {}
     if old:
-        keep_to(old, given.keys() - FREE if resume else given.keys() & KEPT & was.keys(), given)
+        keep_to(old, given.keys() - FREE if resume else given.keys() & KEPT, given)
     size = was.get("size", given.get("size", "auto"))
     if size == "auto":
         size = "baby" if given.get("device") != "cpu" and torch.cuda.is_available() else "tiny"
     kept = {name: was[name] for name in (was.keys() - LAUNCH if resume else KEPT & was.keys())}
     network = old["config"] if old else sized(given.get("model", TrainConfig.model), size)
-    flags = lambda cls: {f.name: given[f.name] for f in fields(cls) if f.name in given}
-    tc = TrainConfig(**(TRAIN_SIZES[size] | kept | flags(TrainConfig) | {"size": size}))
-    config = Config(**(network | flags(Config)))
+    values = TRAIN_SIZES[size] | network | kept | given | {"size": size}
+    made_of = lambda cls: cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+    tc, config = made_of(TrainConfig), made_of(Config)
     needs = {"--forget start": config.forget == "zero", "--persistent 0": config.wiring != "lmm" and config.persistent}
     if tc.documents and any(needs.values()):
         raise UserError(f"--documents needs {' and '.join(name for name, lacks in needs.items() if lacks)}")
     if tc.repeats and tc.seq_len < 32:
         raise UserError(f"--repeats needs a --seq-len of 32 or more, not {tc.seq_len}")
-    if tc.graph and config.memory_floor != "0":
-        raise UserError("--graph needs --memory-floor 0: what is recorded does not change")
     if tc.grad_accum % PROCESSES:
         raise UserError(f"--grad-accum {tc.grad_accum} is no multiple of the number of processes, {PROCESSES}")
     if not resume and "warmup" not in given:
@@ -149,7 +143,7 @@ def make_optimizers(model, tc, bfloat16=False):
         other = hidden if id(p) in linear and not name.startswith("head.") else rest
         (embed if name.startswith("embed.") else gates if ".gates." in name else other).append(p)
     groups = [dict(params=embed, times=tc.embed_lr), dict(params=rest), dict(params=gates, times=tc.gates_lr)]
-    adamw = lambda *more: torch.optim.AdamW([*groups, *more], tc.lr, (0.9, tc.beta2), weight_decay=0.0, fused=True)
+    adamw = lambda *more: torch.optim.AdamW([*groups, *more], tc.lr, (0.9, BETA2), weight_decay=0.0, fused=True)
     if tc.optimizer == "adamw":
         return [adamw(dict(params=hidden, weight_decay=tc.weight_decay))]
     outer = Muon(hidden, lr=tc.outer_muon_lr, weight_decay=tc.weight_decay)
@@ -158,13 +152,14 @@ def make_optimizers(model, tc, bfloat16=False):
 
 
 class Task:
-    """What a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns inputs
-    and targets, with mask and reset of documents that begin at multiples of period, as a function of (seed, number).
-    `launch` also needs vocab_size, data (what is read), finish(model, run). A checkpoint keeps `saved`."""
-    about, saved, columns, recorded = "", {}, [], None        # recorded: takes the place of model.loss
+    """Define what a run trains and measures: Text below, Episodes and Grok in episodic.py. draw(number, period) returns
+    inputs and targets, with mask and reset of documents that begin at multiples of period, as a function of (seed,
+    number). `launch` also needs vocab_size, data (what is read), finish(model, run). A checkpoint keeps `saved`."""
+    about, saved, columns = "", {}, []
+    largest_norm = 1.0                                        # of the gradient, which is clipped
 
     def __init__(self, tc, device, dtype=torch.float32):
-        self.tc, self.device, self.dtype, self.seen = tc, device, dtype, 0       # seen: tokens so far
+        self.tc, self.device, self.dtype, self.tokens_read = tc, device, dtype, 0
 
     def begin(self, model):
         """Change the starting values of a new model, or say what a new run is about to cost."""
@@ -176,9 +171,9 @@ class Task:
 
     def loss(self, model, number):
         inputs = self.inputs(model, number)
-        self.seen += inputs[0].numel()
+        self.tokens_read += inputs[0].numel()
         with autocast(self.device, self.dtype):
-            return (self.recorded or model.loss)(*inputs)
+            return model.loss(*inputs)
 
     def optimizers(self, model):
         """Return the optimizers of the model, each made with its peak learning rate."""
@@ -190,7 +185,7 @@ class Task:
 
 
 class Text(Task):
-    """Next-token prediction on a text."""
+    """Predict the next token of a text."""
     columns = ["val"]
 
     def __init__(self, tc, device, dtype, old=None):
@@ -221,15 +216,14 @@ class Text(Task):
 
     def measure(self, model):
         tc = self.tc
-        return dict(val=evaluate(model, self.splits[1], tc.seq_len, tc.batch_size, tc.eval_windows, dtype=self.dtype))
+        return dict(val=evaluate(model, self.splits[1], tc.seq_len, tc.batch_size, EVAL_WINDOWS, dtype=self.dtype))
 
     def finish(self, model, run):
         """Say what the best weights make of the validation split, and let them write a sample."""
         tc, ckpt = self.tc, load_checkpoint(self.tc.out)
-        model.eval().load_state_dict(ckpt["model"])
-        model.set_floor((ckpt["step"] - 1) / tc.steps)
+        model = rebuild(ckpt)[0].to(self.device)
         say(f"\nbest step {ckpt['step']} on the validation split, in windows of {tc.seq_len}:")
-        loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype, tc.report_tokens)
+        loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype, REPORT_TOKENS)
         torch.manual_seed(tc.seed)
         start = encode_prompt(self.tokenizer, "")
         say("\n" + "".join(continue_text(model, self.tokenizer, start, SAMPLE, [], temperature=0.8)) + "\n")
@@ -244,9 +238,9 @@ class Text(Task):
 
 
 @torch.no_grad()
-def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32, tell=math.inf):
+def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtype=torch.float32):
     """Return the mean nats a token of a model in eval mode over ids in windows of seq_len, or about max_windows of
-    them, each with a new memory. carry=True reads ids as batch_size long streams. tell: tokens between lines."""
+    them, each with a new memory. carry=True reads ids as batch_size long streams."""
     device, state, total, n = next(model.parameters()).device, None, 0.0, 0
     every = max(1, (len(ids) - 1) // seq_len // max_windows) if max_windows else 1
     for x, y in streams(ids, seq_len, batch_size) if carry else windows(ids, seq_len, batch_size, every):
@@ -256,7 +250,7 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
             logits, after = model(x.to(device), state)
         total += F.cross_entropy(logits.flatten(0, 1).float(), y.to(device).flatten(), reduction="sum").item()
         n += y.numel()
-        if n % tell < y.numel():
+        if not max_windows and n % max(200_000, len(ids) // 10) < y.numel():      # not too often
             say(f"  .. {n:,} of {len(ids):,} tokens")
         state = after if carry else None
     return total / n
@@ -269,9 +263,8 @@ def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32, max_
     for carry, name in (False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams"):
         # where the state holds every token, each costs more than the last
         part = ids[: batch_size * 16384 + 1] if carry and holds_all(model.config) else ids
-        tell, of = max(200_000, len(part) // 10), f" of {split:,}" * (len(part) < split)
-        losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype, tell=tell))
-        bits = losses[-1] / math.log(2)
+        losses.append(evaluate(model, part, seq_len, batch_size, carry=carry, dtype=dtype))
+        bits, of = losses[-1] / math.log(2), f" of {split:,}" * (len(part) < split)
         say(f"  {name:27s}  {len(part):,}{of} tokens  {losses[-1]:.4f} nats/token  {bits:.4f} bits/token  "
             f"{bits / tokenizer.bytes_a_token(part):.4f} bits/byte")
     return losses[0]
@@ -286,13 +279,13 @@ def lr_scale(step, tc):
 def check_finite(step, loss, norm):
     """Raise Halt if the loss or the gradient norm of a step is not finite."""
     if not math.isfinite(float(loss + norm)):
-        raise Halt(f"step {step} is the first that is not finite: loss {float(loss)}, gradient norm {float(norm)}; "
-                   f"stopped, saved files are intact; lower {'--lr or --outer-muon-lr' if step > 1 else '--max-step'}")
+        raise Halt(f"step {step} is not finite: loss {float(loss)}, gradient norm {float(norm)}; stopped, saved files "
+                   f"are intact; lower {'--lr or --outer-muon-lr' if step > 1 else '--max-step'}")
 
 
 def train_step(model, optimizers, task, step):
     """Take outer step `step`, from 0 -> loss, gradient norm, two tensors. On a CPU it raises Halt before the update if
-    one is not finite. A GPU would have to wait for that, so `train` asks a step later, before anything is saved."""
+    one is not finite. A GPU would have to wait for that, so `train` asks before it logs or saves."""
     tc, loss = task.tc, 0.0
     for i in range(RANK, tc.grad_accum, PROCESSES):
         share = task.loss(model, step * tc.grad_accum + i) / tc.grad_accum
@@ -303,7 +296,7 @@ def train_step(model, optimizers, task, step):
         dist.all_reduce(together := torch.cat([a.flatten() for a in parts]))
         for a, summed in zip(parts, together.split([a.numel() for a in parts])):
             a.copy_(summed.view_as(a))
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), tc.grad_clip or math.inf)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), task.largest_norm)
     if task.device.type == "cpu":
         check_finite(step + 1, loss, norm)
     for optimizer in optimizers:
@@ -317,9 +310,9 @@ def train_step(model, optimizers, task, step):
 @torch.no_grad()
 def validate(model, task):
     """Return what the task measures of the model in eval mode, and the same in words, without nan."""
-    found = task.measure(model.eval())
+    measured = task.measure(model.eval())
     model.train()
-    return found, "".join(f"  {name} {a:.4f}" for name, a in found.items() if a == a)
+    return measured, "".join(f"  {name} {a:.4f}" for name, a in measured.items() if a == a)
 
 
 def train(model, optimizers, run, task):
@@ -329,7 +322,7 @@ def train(model, optimizers, run, task):
         model.set_floor(0.0)
         run["start"], words = validate(model, task)
         say(f"step {0:5d}/{tc.steps}{words}")
-    tick, seen, before = time.perf_counter(), task.seen, None
+    tick, read_before = time.perf_counter(), task.tokens_read
     began = tick - run["seconds"]
     with noted_signals("finishing this step, then saving", PROCESSES == 1) as noted:
         for step in range(run["step"] + 1, tc.steps + 1):
@@ -337,37 +330,34 @@ def train(model, optimizers, run, task):
             torch.manual_seed(tc.seed + RANK + step * PROCESSES)     # of dropout: a function of (seed, step, process)
             model.set_floor((step - 1) / tc.steps)
             loss, norm = train_step(model, optimizers, task, step - 1)
-            if before:
-                check_finite(step - 1, *before)
-            before = loss, norm
             if out and not logs:                              # only now that a step has worked are older files touched
                 logs = open_logs(out, run, COLUMNS + task.columns)
-            logged, found, words = last or due or step == 1 or step % tc.log_every == 0, {}, ""
+            logged, measured, words = last or due or step == 1 or step % tc.log_every == 0, {}, ""
             if logged:                                        # only here a GPU has to catch up
                 check_finite(step, loss, norm)
                 loss, norm = float(loss), float(norm)
-                speed = (task.seen - seen) * PROCESSES / (time.perf_counter() - tick)
+                speed = (task.tokens_read - read_before) * PROCESSES / (time.perf_counter() - tick)
             if (last or due) and not RANK:
-                found, words = validate(model, task)
-            run.update(step=step, seconds=time.perf_counter() - began, end=found)
+                measured, words = validate(model, task)
+            run.update(step=step, seconds=time.perf_counter() - began, end=measured)
             if logged:
                 rate, eta = tc.lr * lr_scale(step - 1, tc), (tc.steps - step) * run["seconds"] / step
                 say(f"step {step:5d}/{tc.steps}  loss {loss:.4f}  grad norm {norm:.2f}  lr {rate:.2e}  "
                     f"{speed:,.0f} tokens/s  eta {timedelta(seconds=int(eta))}{words}")
-                row = dict(zip(COLUMNS, (step, loss, norm, rate, speed, run["seconds"]))) | found
+                row = dict(zip(COLUMNS, (step, loss, norm, rate, speed, run["seconds"]))) | measured
                 for log in logs:
                     log({name: float(f"{a:.6g}") if isinstance(a, float) else a for name, a in row.items()})
-                tick, seen = time.perf_counter(), task.seen
+                tick, read_before = time.perf_counter(), task.tokens_read
             number = noted[0] if noted and (logged or PROCESSES == 1) else 0
             if PROCESSES > 1 and logged:                      # all stop, whichever has had the signal
                 dist.all_reduce(most := torch.tensor(number, device=task.device), dist.ReduceOp.MAX)
                 number = int(most)
             if number:
                 check_finite(step, loss, norm)
-            if out and found.get("val", math.inf) < run["best"]:     # never true of nan
-                run["best"] = found["val"]
+            if out and measured.get("val", math.inf) < run["best"]:  # never true of nan
+                run["best"] = measured["val"]
                 save_checkpoint(out / "best.pt", run, model, optimizers)
-            if out and (found or number):
+            if out and (measured or number):
                 save_checkpoint(out / "ckpt.pt", run, model, optimizers)
             if number and not last:
                 again = "; to go on: " + shlex.join(["python", sys.argv[0], "--resume", "--out", tc.out])
@@ -396,12 +386,12 @@ def open_logs(out, run, columns):
         table.writerows(row for row in rows if int(row["step"]) <= run["step"])
     (out / "config.json").write_text(json.dumps({key: run[key] for key in ("train", "config", "data")}, indent=1))
     logs = [csv.DictWriter(log.open("a", buffering=1), columns, lineterminator="\n").writerow]
-    if tc["wandb"]:
+    if tc["log_to"] == "wandb":
         import wandb
-        how = dict(id=run["wandb"], resume="allow")           # without an id it is a new run
-        run["wandb"] = wandb.init(project="atlas", name=tc["out"], config=tc | run["config"], **how).id
+        # without an id it is a new run
+        run["wandb"] = wandb.init(project="atlas", id=run["wandb"], resume="allow", config=tc | run["config"]).id
         logs.append(lambda row: wandb.log(row, step=row["step"]))
-    if tc["tensorboard"]:
+    if tc["log_to"] == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(out, purge_step=run["step"] + 1)
         logs.append(lambda row: [*(writer.add_scalar(name, a, row["step"]) for name, a in row.items()), writer.flush()])
@@ -420,9 +410,7 @@ def load_checkpoint(path, text=True):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if ckpt["format"] != FORMAT or text and "tokenizer" not in ckpt:
             raise ValueError("a run of episodic.py" if ckpt["format"] == FORMAT else "of another format")
-        if lacks := {"step", "seconds", "model", "data", "preset"} - ckpt.keys():
-            raise ValueError(f"without {', '.join(sorted(lacks))}")
-        Config(**ckpt["config"]), text and TrainConfig(**ckpt["train"])          # TypeError for a field that they lack
+        Config(**ckpt["config"])                              # TypeError for a field that it lacks
     except Exception as fault:                                # its type depends on what the file is
         why = str(fault).partition("\n")[0] if isinstance(fault, (TypeError, ValueError)) else type(fault).__name__
         raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this train.py") from None
@@ -459,32 +447,27 @@ def parse(argv=None):
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
     add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    how = dict(nargs="+", metavar="OUT", default=SUPPRESS, help="draw OUT/curves.png, the losses of runs")
-    parser.add_argument_group("no run").add_argument("--plot", **how)
+    parser.add_argument_group("no run").add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS,
+                                                     help="draw OUT/curves.png, the losses of runs")
     return vars(parser.parse_args(argv))
 
 
 def rehearse(model, task):
     """Try a forward and backward pass. Where torch.compile fails, go on without. Where memory runs out in a new run of
-    one process, halve the batch, with twice as many in a step, and at batch 1 switch --remat on. Say so in a line."""
-    tc, may_change = task.tc, PROCESSES == 1 and not task.tc.resume
+    one process, halve the batch, with twice as many in a step. Say so in a line."""
+    tc = task.tc
     while True:
         try:
             if tc.compile:
                 model.compile_memory()
-            moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2 * may_change)]
-            for p in model.parameters():                      # later steps have AdamW's moments and a gradient, too
-                p.grad = torch.zeros_like(p)
+            moments = [torch.empty_like(p) for p in model.parameters() for _ in range(3)]      # AdamW's, and gradients
             task.loss(model, 0).backward()
             return model.zero_grad()
         except torch.OutOfMemoryError:
-            if not may_change or tc.batch_size % 2 and tc.remat:
+            if tc.resume or PROCESSES > 1 or tc.batch_size % 2:
                 raise
-            if tc.batch_size % 2:
-                tc.remat = model.remat = True
-            else:
-                tc.batch_size, tc.grad_accum = tc.batch_size // 2, 2 * tc.grad_accum
-            say(f"out of memory; now --batch-size {tc.batch_size} --grad-accum {tc.grad_accum}{' --remat' * tc.remat}")
+            tc.batch_size, tc.grad_accum = tc.batch_size // 2, 2 * tc.grad_accum
+            say(f"out of memory; now --batch-size {tc.batch_size} --grad-accum {tc.grad_accum}")
         except Exception as fault:                            # one that is not the compiler's comes again without it
             if not tc.compile:
                 raise
@@ -495,41 +478,24 @@ def rehearse(model, task):
         torch.cuda.empty_cache()
 
 
-def record(model, task):
-    """Return model.loss as two CUDA graphs, forward and backward. Where that fails, say so and return None."""
-    whole = torch.nn.Module()
-    whole.model, whole.forward = model, model.loss
-    try:
-        with torch.autocast(task.device.type, task.dtype, task.dtype != torch.float32, cache_enabled=False):
-            return torch.cuda.make_graphed_callables(whole, task.inputs(model, 0), allow_unused_input=True)
-    except Exception as fault:                                # whatever a capture forbids
-        say(f"warning: no CUDA graph, going on without one: {fault!r:.200}")
-        model.zero_grad()
-
-
-def launch(given, settings=settings, make_task=Text, text=True, held=False):
+def launch(given, settings=settings, make_task=Text, text=True):
     """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
     if not 0 <= RANK < PROCESSES or PROCESSES > 1 and not (text and "MASTER_PORT" in os.environ):
         raise UserError("RANK and WORLD_SIZE are set: only torchrun sets these, and only for train.py; unset them")
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
-    resume, out = given.get("resume"), Path(given.get("out", TrainConfig.out))
-    if resume and out.is_dir() and not (held or RANK):        # before it is read: who holds it will save again
-        with locked(out):
-            return launch(given, settings, make_task, text, held=True)
-    source = out / "ckpt.pt" if resume else given.get("init")
+    resume = given.get("resume")
+    source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
     old = load_checkpoint(source, text) if source else None
     tc, config = settings(given, old)
     if resume and old["step"] >= tc.steps:
         return say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
-    need("wandb", tc.wandb)
-    need("tensorboard", tc.tensorboard)
+    need(tc.log_to, tc.log_to in LOGGERS)
     device = setup(tc.device, tc.threads)
     if PROCESSES > 1:
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    Memory.autocast_on = ("cuda",) if tc.memory_dtype == "auto" else ()
     tc.compile = given.get("compile", device.type == "cuda")
     task = make_task(tc, device, pick_dtype(tc.dtype, device), old)
     if resume and task.data["sha256"] != old["data"]["sha256"]:
@@ -541,7 +507,7 @@ def launch(given, settings=settings, make_task=Text, text=True, held=False):
         torch.no_grad()(task.begin)(model)
     model.to(device).train().remat = tc.remat
     run = dict(step=0, best=math.inf, seconds=0.0, start=None, wandb=None)
-    run = {key: old.get(key) if resume else value for key, value in run.items()}
+    run = {key: old[key] if resume else value for key, value in run.items()}
     where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
     say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
         f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
@@ -550,10 +516,9 @@ def launch(given, settings=settings, make_task=Text, text=True, held=False):
     optimizers = task.optimizers(model)
     for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
-    with nullcontext() if RANK or held else locked(Path(tc.out)):
+    with nullcontext() if RANK else locked(Path(tc.out)):
         rehearse(model, task)
         run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
-        task.recorded = record(model, task) if tc.graph else None
         stopped = train(model, optimizers, run, task)
         if PROCESSES > 1:
             dist.barrier()                                    # torchrun ends all when one ends: not before 0 has saved

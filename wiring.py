@@ -87,20 +87,21 @@ def attend(q, k, v, window, pk=None, pv=None, doc=None, keys=None):
     """Attend from q (B, H, T, D), the last T of n positions, to k, v (B, H, n, D) and to a prefix pk, pv. A position
     sees the last `window` positions; 0: all. With doc and keys, from `numbered`, it sees itself and the positions of
     its document. With a window the work goes in pieces, linear in T."""
-    T, w, before = q.shape[2], window, k.shape[2] - q.shape[2]
-    if not before and pk is None and doc is None and (w == 0 or w >= T):
+    T, n = q.shape[2], k.shape[2]
+    w, before, ys = window or n, n - T, []
+    if not before and pk is None and doc is None and w >= T:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    ys, step = [], max(4 * w, 256) if w else T
+    step = max(4 * w, 256)
     for a in range(0, T, step):
-        b, first = min(a + step, T), max(0, before + a - w + 1) if w else 0
+        b, first = min(a + step, T), max(0, before + a - w + 1)
         i = torch.arange(before + a, before + b, device=q.device)[:, None]
         j = torch.arange(first, before + b, device=q.device)
-        seen, mask = (k[:, :, first: before + b], v[:, :, first: before + b]), (j <= i) & (j > i - w) if w else j <= i
+        kv, mask = (k[:, :, first: before + b], v[:, :, first: before + b]), (j <= i) & (j > i - w)
         if doc is not None:
             mask = mask & ((doc[:, a:b, None] == keys[:, None, first: before + b]) | (i == j))[:, None]
         if pk is not None:
-            seen, mask = [torch.cat(pair, 2) for pair in zip((pk, pv), seen)], F.pad(mask, (pk.shape[2], 0), value=True)
-        ys.append(F.scaled_dot_product_attention(q[:, :, a:b], *seen, attn_mask=mask))
+            kv, mask = [torch.cat(pair, 2) for pair in zip((pk, pv), kv)], F.pad(mask, (pk.shape[2], 0), value=True)
+        ys.append(F.scaled_dot_product_attention(q[:, :, a:b], *kv, attn_mask=mask))
     return torch.cat(ys, 2)
 
 

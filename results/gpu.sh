@@ -13,6 +13,11 @@ part() {                                # part <name> <seconds> <command>: Ctrl-
 }
 cat > "$work/step.py" <<'END'
 import json, sys, time, torch, models, train                 # steps, and gradients beside a float32 CPU's
+def graphed(model, task):                                    # model.loss as two CUDA graphs, forward and backward
+    whole = torch.nn.Module()
+    whole.model, whole.forward = model, model.loss
+    with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+        return torch.cuda.make_graphed_callables(whole, task.inputs(model, 0), allow_unused_input=True)
 device, file, *sizes = train.setup(sys.argv[1], 0), *sys.argv[2:]
 gpu, rows, names = device.type == "cuda", [], ("transformer", "titans", "omeganet", "atlas")
 COUNTED = {"baby": (11, 28, 36, 58), "170m": (168, 474, 479, 920)}    # ms of a step by launches and bytes: a guess
@@ -30,14 +35,14 @@ for size, name, graph in [(s, n, g) for s in sizes for n in names for g in (Fals
                 grads.append(torch.autograd.grad(model.cpu().loss(*ids), [*model.parameters()]))
             mine, theirs = (torch.cat([g.flatten().cpu() for g in these]) for these in grads)
             off = ((mine - theirs).norm() / theirs.norm() / (model.to(device) is model)).item()
-        task.recorded = train.record(model, task) if graph else None
+        model.loss = graphed(model, task) if graph else model.loss
         for _ in range(9):
             begun = time.perf_counter()
             train.train_step(model, optimizers, task, tc.steps)[0].item()                # at a rate of 0
             times.append(1e3 * (time.perf_counter() - begun))
-    except Exception as fault:          # out of memory, or nothing could be recorded
+    except Exception as fault:          # out of memory, or whatever a capture forbids
         print(size, name, f"{fault!r:.300}")
-    rows.append(dict(size=size, name=name, graph=bool(task.recorded), ms=sorted(times[4:] or [0])[len(times[4:]) // 2],
+    rows.append(dict(size=size, name=name, graph=graph, ms=sorted(times[4:] or [0])[len(times[4:]) // 2],
         counted_ms=COUNTED.get(size, 4 * [0])[names.index(name)], gradient_off=off,
         gib=gpu and torch.cuda.max_memory_allocated() / 2**30))
     print("  ".join(f"{key} {value if isinstance(value, str) else round(value, 4)}" for key, value in rows[-1].items()))
