@@ -194,15 +194,15 @@ def inverse(A):
     return T[..., 0, :n, :n]
 
 
-def solved(rule, made, x, v, M0, W, S):
+def solved(rule, to_solve, x, v, M0, W, S):
     """Return D (N, n, out) of the last matrix, M0 + W, with momentum S, by a System. x (N, n, in) enters it."""
     with without_autocast(v):
         x = x.to(W.dtype)
-        E0 = made.keepprod * torch.bmm(x, W) - v
-        E0 = E0 if S is None else E0 + made.u * torch.bmm(x, S)
+        E0 = to_solve.keepprod * torch.bmm(x, W) - v
+        E0 = E0 if S is None else E0 + to_solve.u * torch.bmm(x, S)
         E0 = E0 if M0 is None else E0 + torch.bmm(x, M0)
         solve = partial(torch.linalg.solve_triangular, upper=False, unitriangular=True)
-        return (torch.bmm if inverts(rule, v) else solve)(made.A, E0) / made.size
+        return (torch.bmm if inverts(rule, v) else solve)(to_solve.A, E0) / to_solve.size
 
 
 # ---- one chunk learns
@@ -220,52 +220,52 @@ def gradients(rule, chunk, solve, M0, W, S):
     """Return x_i (N, n, in) and d_i (N, n, out) of each matrix at W_0 (Eq 16). solve: None, or what gives the d of the
     last matrix at the tokens: a System, or Gates to make one from."""
     def last_errors(x):
-        made = solve if isinstance(solve, System) else system(rule, solve, x)
-        return solved(rule, made, x, chunk.v, *(these[-1] if these else None for these in (M0, W, S)))
+        to_solve = solve if isinstance(solve, System) else system(rule, solve, x)
+        return solved(rule, to_solve, x, chunk.v, *(a[-1] if a else None for a in (M0, W, S)))
     anchor, n = [m + w for m, w in zip(M0, W)] if M0 else W, memory.firsts(rule.memory)
     last = last_errors if solve else None
-    found = memory.gradients(rule.memory, rule.loss, anchor, chunk.xk, chunk.v, rule.norm, last)
-    return found if chunk.x is None else [(chunk.x, d) for _, d in found[:n]] + found[n:]
+    xd = memory.gradients(rule.memory, rule.loss, anchor, chunk.xk, chunk.v, rule.norm, last)
+    return xd if chunk.x is None else [(chunk.x, d) for _, d in xd[:n]] + xd[n:]
 
 
 def write(x, d, rows):
     """Return the sums of rows[r, i] x_i^T d_i over i: x (N, n, in), d (N, n, out), rows (N, r, n) -> r (N, in, out)."""
     if not rows.shape[1]:
         return []
-    made = torch.bmm(x.mT, (rows.mT[..., None] * d[:, :, None]).flatten(2))
-    return [a.to(rows.dtype) for a in made.chunk(rows.shape[1], -1)]             # under autocast they are bfloat16
+    sums = torch.bmm(x.mT, (rows.mT[..., None] * d[:, :, None]).flatten(2))
+    return [a.to(rows.dtype) for a in sums.chunk(rows.shape[1], -1)]             # under autocast they are bfloat16
 
 
 def learn(rule, chunk, close, solve, M0, W, S):
     """Learn one chunk -> W and S at its end (of a part of one as they were); of each matrix the NS of the blocks that
     end, and x and d."""
-    found, J, whole = gradients(rule, chunk, solve, M0, W, S), close.due.shape[1], close.keepprod is not None
-    new = [write(x, d, close.P) for x, d in found]            # of each matrix -U of each block, and S
+    xd, J, whole = gradients(rule, chunk, solve, M0, W, S), close.due.shape[1], close.keepprod is not None
+    new = [write(x, d, close.P) for x, d in xd]               # of each matrix -U of each block, and S
     if S:
-        new = [[torch.addcmul(a, close.u[:, r, None], s) for r, a in enumerate(made)] for made, s in zip(new, S)]
-    last_S, new = [made[-1] for made in new if S and whole], [made[:J] for made in new]
+        new = [[torch.addcmul(a, close.u[:, r, None], s) for r, a in enumerate(sums)] for sums, s in zip(new, S)]
+    last_S, new = [sums[-1] for sums in new if S and whole], [sums[:J] for sums in new]
     if rule.muon_every and J:                                 # the outer gradient goes through it (choice 14)
         with without_autocast(close.due):
-            plain = [torch.cat(made) for made in new]
+            plain = [torch.cat(sums) for sums in new]
             new = newton_schulz(plain, rule.ns_steps, rule.ns_coefficients)      # Eq 40
             new = [nearest(O, U) for O, U in zip(new, plain)] if rule.solves else new
-        new = [made.chunk(J) for made in new]
+        new = [O.chunk(J) for O in new]
     if whole:
         W, S = [close.keepprod * w for w in W], last_S
         for j in range(J):                                                       # Eq 16, 32
-            W = [torch.addcmul(w, close.of_O[:, j, None], made[j]) for w, made in zip(W, new)]
+            W = [torch.addcmul(w, close.of_O[:, j, None], O[j]) for w, O in zip(W, new)]
         W = rule.bound(W)                                                        # choice 22
-    return W, S, new if rule.muon_every else [[] for _ in W], found
+    return W, S, new if rule.muon_every else [[] for _ in W], xd
 
 
 # ---- then all tokens are read
-def read(rule, phi, chunks, gates, due, Mom, M0, bases, found):
+def read(rule, phi, chunks, gates, due, Mom, M0, bases, xd):
     """Read the K chunks of all sequences at once, layer by layer -> y (K, c, D). bases: of each chunk and matrix W_0,
-    S_0 and each NS; found: of each chunk and matrix x and d. due, Mom: as in `mixing`."""
+    S_0 and each NS; xd: of each chunk and matrix x and d. due, Mom: as in `mixing`."""
     q, k, xq, xk = (a.flatten(0, 1) for a in chunks[:4])
     P, coef = mixing(rule, gates, q.shape[1], due, Mom)
     P, coef = P.flatten(0, 1), [a.flatten(0, 1) for a in coef]
-    stacked = lambda these: torch.stack(these, 1).flatten(0, 1)                  # of each chunk (N, ..) -> (K, ..)
+    stacked = lambda parts: torch.stack(parts, 1).flatten(0, 1)                  # of each chunk (N, ..) -> (K, ..)
     bases = [[stacked(base) for base in zip(*matrix)] for matrix in zip(*bases)]
     direct, firsts = rule.muon_every != 1, memory.firsts(rule.memory)            # muon_every = 1: nothing waits
     scores = P * phi.inner(q, k, xq, xk) if direct else None  # once for all matrices that phi(k) enters
@@ -278,8 +278,8 @@ def read(rule, phi, chunks, gates, due, Mom, M0, bases, found):
         for c, r in zip(coef, reads):                         # M0, which comes last, has no coefficient
             y = torch.addcmul(y, c, r) if torch.is_tensor(y) else c * r
         if direct:
-            d = stacked([pairs[i][1] for pairs in found])
-            mixed = scores if i < firsts else P * torch.bmm(rows, stacked([pairs[i][0] for pairs in found]).mT)
+            d = stacked([one[i][1] for one in xd])
+            mixed = scores if i < firsts else P * torch.bmm(rows, stacked([one[i][0] for one in xd]).mT)
             y = torch.baddbmm(y, mixed, d)                                       # Eq 16
         return y
     return memory.output(rule.memory, memory.through(rule.memory, xq, of_matrix), q, rule.norm)
@@ -346,7 +346,7 @@ def cut(rule, phi, count, q, pairs, gates, keys):
 def advance(rule, phi, count, q, pairs, gates, keys, M0, W, S):
     """Run `count` chunks, or a part of one -> y (B, H, T, D), and W, S at the last boundary."""
     chunks, gates = cut(rule, phi, count, q, pairs, gates, keys)
-    whole, bases, found = gates.keep.shape[-1] == rule.chunk, [], []             # a part leaves W and S as they are
+    whole, bases, xd = gates.keep.shape[-1] == rule.chunk, [], []             # a part leaves W and S as they are
     # a compiled `read` makes Mom again instead of keeping it
     Mom = None if gates.momentum is None or is_compiled(read) or q.shape[2] == 1 else decays(gates.momentum)
     close, each = each_chunk(rule, phi, chunks, gates, Mom, whole)
@@ -354,16 +354,16 @@ def advance(rule, phi, count, q, pairs, gates, keys, M0, W, S):
         if reset is not None:
             W, S = ([a.where(~reset[:, :1, None], 0) for a in matrices] for matrices in (W, S))
         before = bases_of(rule, W, S)
-        W, S, NS, written = learn(rule, *one, M0, W, S)
+        W, S, NS, one_xd = learn(rule, *one, M0, W, S)
         bases.append([[*b, *ns] for b, ns in zip(before, NS)])
-        found.append(written)
-    return read(rule, phi, chunks, gates, close.due, Mom, M0, bases, found).view(*q.shape), W, S
+        xd.append(one_xd)
+    return read(rule, phi, chunks, gates, close.due, Mom, M0, bases, xd).view(*q.shape), W, S
 
 
 def each_chunk(rule, phi, chunks, gates, Mom=None, whole=True):
     """Return a Closing, and for each chunk its reset and what `learn` takes: Chunks, Closing; System, Gates or None."""
     each = lambda a: repeat(None) if a is None else a.unbind(1)
-    split = lambda these: (type(these)(*one) for one in zip(*map(each, these)))
+    split = lambda parts: (type(parts)(*one) for one in zip(*map(each, parts)))
     with without_autocast(gates.keep):
         close = closing(rule, gates, Mom, whole)
     solve = repeat(None)
@@ -381,10 +381,10 @@ def weights(rule, phi, state):
         pairs = (state.k, state.v) if state.keys is None else (state.k, state.v, one_hot(state.k, state.keys))
         chunks, gates = cut(rule, phi, 1, state.k[:, :, -1:], pairs, state.gates, state.keys)
         close, ((_, *one),) = each_chunk(rule, phi, chunks, gates)
-        before, (_, S, NS, found) = bases_of(rule, W, S), learn(rule, *one, m0, W, S)
+        before, (_, S, NS, xd) = bases_of(rule, W, S), learn(rule, *one, m0, W, S)
         P, coef = mixing(rule, gates, 1, close.due)
         W = [sum(c[:, 0] * a for c, a in zip(coef, [*b, *ns])) + write(x, d, P[:, 0])[0]
-             for b, ns, (x, d) in zip(before, NS, found)]
+             for b, ns, (x, d) in zip(before, NS, xd)]
         W, S = ([a.unflatten(0, (B, -1)) for a in matrices] for matrices in (W, S))
     return tuple(a + b for a, b in zip(M0, W)) if M0 else tuple(W), tuple(S)
 

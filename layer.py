@@ -31,7 +31,8 @@ def settings(**given):
     """Return the settings of a Memory: ATLAS with a matrix, changed by `given`. models.Config explains each."""
     usual = dict(n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=4, loss="l2", window=1, chunk=64,
                  error="token", momentum=True, muon=True, muon_every=0, ns_steps=3, ns_coefficients="cubic",
-                 features="monomial", degree=2, keep=True, forget="start", conv=True, max_step=1.0, max_norm=50.0)
+                 features="monomial", degree=2, keep=True, forget="start", conv=True, lookback=2, max_step=1.0,
+                 max_norm=50.0)
     return SimpleNamespace(**usual | given)
 
 
@@ -112,7 +113,7 @@ class Memory(nn.Module):
         super().__init__()
         self.config = config
         c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
-        self.looks_back = c.conv and layer == 1               # choice 23
+        self.looks_back = c.conv and c.lookback == layer + 1  # choice 23
         self.qkv = nn.Linear(d, 3 * inner, bias=False)
         self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
         self.n_gates = [1, 1, int(c.momentum), c.window]      # as in make_gates
@@ -152,8 +153,8 @@ class Memory(nn.Module):
         """Return the omega.Gates of x: keep, step, momentum (B, H, T) and gate (B, H, T, window), token by token."""
         c = self.config
         raised = {n: p.float() for n, p in self.gates.named_parameters() if p.dtype in (torch.bfloat16, torch.half)}
-        made = heads(functional_call(self.gates, raised, at_least_float32(x)), c.n_head)     # it may have a LoRA by now
-        keep, step, momentum, gate = made.split(self.n_gates, -1)
+        raw = heads(functional_call(self.gates, raised, at_least_float32(x)), c.n_head)     # it may have a LoRA by now
+        keep, step, momentum, gate = raw.split(self.n_gates, -1)
         opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
         forgets = opened * (-keep).squeeze(-1).sigmoid()
         keep = 1 - forgets if c.keep else torch.ones_like(opened)                                # alpha

@@ -57,6 +57,7 @@ class Config:
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
     forget: str = opt("start", "what keep < 1 decays to: M0, or zero as the paper prints", ("start", "zero"))
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
+    lookback: int = opt(2, "the block, from 1, whose keys start as the query of the token before (choice 23); 0: none")
     max_step: float = opt(1.0, "bound of the step (eta), in units of 2 / chunk; with --error token 1 learns a pair")
     max_norm: float = opt(50.0, "bound of |W - M0| (--forget zero: |W|) of each matrix where a chunk ends; 0: none")
     polarise: float = opt(0.0, "MAG and MAC only: adds this times mean(1 - |2g - 1|) to the loss, g the attention gate")

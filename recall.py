@@ -11,10 +11,13 @@ A model is a preset, and may be changed: atlas,memory=mlp,steps=900 (fields of m
 import itertools
 import json
 import math
+import os
 import sys
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -213,8 +216,23 @@ def score(title, args, device, vocab, draw, turns, columns, name, seed):
 # ---- campaigns
 def matches(old, settings):
     """Tell whether a result has these settings. What is newer than the result had its default."""
-    newer = dict(config=asdict(models.Config()) | old["config"], train_lengths=old.get("train_lengths") or LENGTHS)
+    usual = asdict(models.Config())
+    config = usual | {name: a for name, a in old["config"].items() if name in usual}
+    newer = dict(config=config, train_lengths=old.get("train_lengths") or LENGTHS)
     return all((old | newer).get(key) == value for key, value in settings.items())
+
+
+@contextmanager
+def alone_in(folder):
+    """Let no other campaign write in the folder meanwhile, where the system has such locks."""
+    file = os.open(folder, os.O_RDONLY) if find_spec("fcntl") else None
+    if file is not None:
+        import fcntl
+        with suppress(OSError):                               # some network disks have none
+            fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+    if file is not None:
+        os.close(file)
 
 
 def campaign(args, trial, columns, x="", **how):
@@ -240,7 +258,7 @@ def campaign(args, trial, columns, x="", **how):
             mine.append(dict(model=name, seed=seed, settings=settings[name], scores=scores,
                              seconds=round(time.perf_counter() - began)))
             if args.json:
-                with replacing(Path(args.json)) as temporary:
+                with alone_in(Path(args.json).parent), replacing(Path(args.json)) as temporary:
                     temporary.write_text(json.dumps(dict(records=known()[0]), indent=1))
     done, found, lines, width = known()[1], {}, {}, max(map(len, args.model)) + 2
     say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds")

@@ -61,7 +61,7 @@ class TrainConfig:
     documents: bool = opt(False, "train on each document (row of .jsonl, file) with a new memory, at a chunk's border")
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest", ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
-    embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr; with --tie give 1")
+    embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr")
     gates_lr: float = opt(1.0, "learning rate of keep, step, momentum and gamma, in multiples of --lr")
     outer_muon_lr: float = opt(2e-2, "peak learning rate of the outer Muon (the inner one has none)")
     weight_decay: float = opt(0.1, "weight decay of hidden matrices; nothing else decays")
@@ -445,7 +445,7 @@ def parse(argv=None):
     parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "
                     "--model (models.PRESETS), and that over --size (models.SIZES, TRAIN_SIZES).")
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
-    add_flags(parser.add_argument_group("the run"), TrainConfig, presets)
+    add_flags(parser.add_argument_group("the run"), TrainConfig, presets, skip=["embed_lr"])      # the size's
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
     parser.add_argument_group("no run").add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS,
                                                      help="draw OUT/curves.png, the losses of runs")
