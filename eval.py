@@ -326,7 +326,7 @@ def mixing_task(args, device):
     if args.plot:
         from matplotlib.figure import Figure
         figure = Figure(figsize=(6.4, 3.4), layout="constrained")
-        names = "causal softmax, all scores equal", "-P: window 4, keep 0.9"
+        names = "softmax, equal scores", "-P: window 4, keep 0.9"
         for ax, name, matrix in zip(figure.subplots(1, 2, sharey=True), names, (softmax, P)):
             shown = ax.imshow(matrix.where(matrix > 0, torch.nan), vmin=0, vmax=1)
             ax.set(title=name, xlabel="pair i")
