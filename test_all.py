@@ -1,7 +1,7 @@
 """test_all.py - all tests: no network, no GPU, no files but what is here.
 
     pytest test_all.py                    a minute and a half on two cores; GPU tests skip themselves
-    python test_all.py --mutants          breaks the mathematics in 42 ways; a test must notice each
+    python test_all.py --mutants          breaks the mathematics in 41 ways; a test must notice each
 
 In the order of the modules. A docstring says which mistake a test catches.
 """
@@ -228,10 +228,8 @@ def test_sketch_is_right_on_average():
     estimate, d = torch.stack([2 * a @ b for a, b in parts]), x[0] @ x[1]        # s_2^2 = 1 / 2
     std = ((1 + 4 * d ** 2 + 3 * d ** 4) / m).sqrt()
     assert (estimate.mean() - d ** 2).abs() < 4 * std / n ** 0.5 and 0.8 < estimate.std() / std < 1.2
-    a, b, c = (Features("sketch", 6, sketch_dim=m, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(a.sketch, b.sketch) and not torch.equal(a.sketch, c.sketch)
-    c.load_state_dict(a.state_dict())
-    assert torch.equal(a.sketch, c.sketch)
+    a, b, c = (Features("sketch", 6, sketch_dim=m, seed=seed).state_dict()["sketch"] for seed in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c)
 
 
 # ---- memory.py
@@ -825,13 +823,11 @@ def test_attention_by_hand(window):
 
 
 def test_attention_piece_by_piece():
-    """600 positions are three pieces. Catches: keys missing or doubled where one piece ends."""
-    q, k, v, pk, pv = (randn(1, 2, T, 4) for T in (600, 605, 605, 2, 2))
+    """Catches keys missing or doubled where one of three pieces of 600 positions ends."""
+    q, k, v = (randn(1, 2, T, 4) for T in (600, 605, 605))
     i, j = torch.arange(5, 605)[:, None], torch.arange(605)
     for w in (0, 5, 700):
-        seen, keys, values = (j <= i) & (j > i - (w or 700)), torch.cat([pk, k], 2), torch.cat([pv, v], 2)
-        close(wiring.attend(q, k, v, w), softmax_attention(q, k, v, seen))
-        close(wiring.attend(q, k, v, w, pk, pv), softmax_attention(q, keys, values, F.pad(seen, (2, 0), value=True)))
+        close(wiring.attend(q, k, v, w), softmax_attention(q, k, v, (j <= i) & (j > i - (w or 700))))
 
 
 @torch.no_grad()
@@ -1200,7 +1196,7 @@ def test_batch():
     for starts, offset in zip(x, offsets := x.min(1)[0].tolist()):
         assert starts.sort()[0].tolist() == list(range(offset, offset + 61 * 16, 16)) and (starts.diff() < 0).any()
     assert len(set(offsets)) > 1 and x.max() < 1000 - 16
-    keys, before, firsts = [(0, 0), (0, 1), (1, 0), (1, 1), (-1, 0), (2**63, 7)], torch.get_rng_state(), set()
+    keys, before, firsts = [(0, 0), (0, 1), (1, 0), (1, 1)], torch.get_rng_state(), set()
     for x, y in (data.batch(torch.arange(10_000), *key, 4, 8) for key in keys):
         assert torch.equal(y, x + 1) and x.dtype == torch.int64
         firsts.add(tuple(x[:, 0].tolist()))
@@ -1506,7 +1502,7 @@ def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("logger", train.LOGGERS)
 def test_loggers_go_on_where_a_run_stopped(logger, text, tmp_path, monkeypatch):
-    """A killed and resumed run is one curve and one run of wandb; a new run is another. Catches: rows that get lost."""
+    """Catches rows that get lost, and a resumed run that begins another curve."""
     begun, logged, real = [], [], train.train_step
     monkeypatch.setattr(train, "need", lambda *_: None)
     init = lambda **how: begun.append((how["id"], how["resume"])) or types.SimpleNamespace(id=how["id"] or "w1")
@@ -1515,7 +1511,6 @@ def test_loggers_go_on_where_a_run_stopped(logger, text, tmp_path, monkeypatch):
 
     def writer(folder, purge_step):
         begun.append(purge_step)
-        (folder / f"events.out.tfevents.{len(begun)}").touch()
         return types.SimpleNamespace(add_scalar=lambda *row: logged.append(row), flush=lambda: None)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=writer))
     signal_in(monkeypatch, 5, signal.SIGTERM)
@@ -1524,8 +1519,6 @@ def test_loggers_go_on_where_a_run_stopped(logger, text, tmp_path, monkeypatch):
     assert train.main(["--resume", "--device", "cpu", "--out", str(tmp_path), "--log-to", logger]) == 0
     assert [(str(step), f"{a:.6g}") for name, a, step in logged if name == "loss"] == rows(tmp_path, "step", "loss")
     assert begun == dict(wandb=[(None, "allow"), ("w1", "allow")], tensorboard=[1, 6])[logger]
-    assert go(text, tmp_path, "--steps", 1) == 0
-    assert len(list((tmp_path / "old-1").glob("events*"))) == 2 * (logger == "tensorboard")
 
 
 def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, capsys):
@@ -1840,9 +1833,7 @@ def test_repeated_windows():
         rows, period = back.bool().any(1), back.masked_fill(back == 0, 99).amin(1)
         assert (x[:, 1:] == y[:, :-1]).all() and 0.2 < rows.float().mean() < 0.3
         assert period[rows].min() == 16 and period[rows].max() == 32
-        second = back == period[:, None]
-        assert (second.sum(1) == period)[rows].all() and (on or (back.bool() == second).all())
-        assert (back[rows, -1] > 0).float().mean() > 0.99 if on else (back[:, -1] == 0).any()
+        assert ((back == period[:, None]).sum(1) == period)[rows].all()
 
 
 def test_a_block_that_looks_back():
@@ -2073,7 +2064,7 @@ ROOT = Path(omega.__file__).resolve().parent
 README, MORE, LADDER, SLIPS = ((ROOT / name).read_text(encoding="utf-8") for name in (
     "README.md", "results/README.md", "results/ladder.md", "results/paper.md"))
 CODE = {path.stem: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("*.py"))}
-LIMITS = dict(program=(4400, 255_000), test_all=(2300, 133_000))                 # lines, bytes
+LIMITS = dict(program=(4400, 252_000), test_all=(2260, 132_000))                 # lines, bytes
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README + LADDER + SLIPS, re.S))
