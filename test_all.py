@@ -2197,7 +2197,7 @@ MUTANTS = [                               # what breaks, function, its source, w
     ("the last block of a chunk is lost", chunks.ends, "if ragged(a.shape[-2])", "if False", "omega_is_omega_ref"),
     ("a block counts once", chunks.closing, "kept * due if", "kept if", "omega_is_omega_ref"),
     ("errors with the other sign", chunks.system, "A = -later(P)", "A = later(P)", "omega_is_omega_ref"),
-    ("a step that nothing divides", chunks.solved, "/ made.size", "", "learns_a_pair"),
+    ("a step that nothing divides", chunks.solved, "/ to_solve.size", "", "learns_a_pair"),
     ("Newton-Schulz without S_0", chunks.learn, "torch.addcmul(a, close.u[:, r, None], s)", "a", "omega_is_omega_ref"),
     ("reading without P", chunks.read, "scores = P * phi.inner(", "scores = phi.inner(", "omega_is_omega_ref"),
     ("pairs before the first token", chunks.cut, "(pair >= missing)", "(pair >= 0)", "omega_is_omega_ref"),
