@@ -2127,7 +2127,7 @@ def test_commands(monkeypatch, capsys):
     spans = re.findall(r"^ *((?:python|torchrun) .*?)(?:  | [<#]|$)", "\n".join([README, *CODE.values()]), re.M)
     spans += re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", README + MORE + LADDER, flags=re.S))
     commands = [re.search(r"(?:python|torchrun \S+ \d) (?!test_all)(\w+)\.py(.*)", a, re.S) for a in spans]
-    assert len(commands := [c for c in commands if c]) > 60
+    assert len(commands := [c for c in commands if c]) > 40
     monkeypatch.setattr(data, "read", lambda name: data.Corpus("t", "", "to be or not to be " * 99))
     monkeypatch.setattr(train, "launch", lambda given, read=train.settings, *_, **how: read(given) and None)
     monkeypatch.setattr(recall, "campaign", lambda args, *_, **how: {

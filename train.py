@@ -91,7 +91,7 @@ TRAIN_SIZES = {                                               # differences from
     "760m": dict(PAPER | dict(batch_size=2, grad_accum=64), steps=60_000, lr=1.25e-3),
     "1.3b": dict(PAPER | dict(batch_size=2, grad_accum=64), steps=200_000, lr=7e-4),
 }
-NO_FLAG = "vocab_size", "attention"                           # which the tokenizer and the preset decide
+NO_FLAG = "vocab_size", "attention", "embed_lr"               # which tokenizer, preset and size decide
 LAUNCH = {"out", "resume", "device", "compile", "threads", "log_to"}       # never from a checkpoint
 FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat"}     # may differ on --resume; rates may be lower
 KEPT = {"model", "size", "tokenizer"}                         # --init takes them from the checkpoint
@@ -445,7 +445,7 @@ def parse(argv=None):
     parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "
                     "--model (models.PRESETS), and that over --size (models.SIZES, TRAIN_SIZES).")
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
-    add_flags(parser.add_argument_group("the run"), TrainConfig, presets, skip=["embed_lr"])      # the size's
+    add_flags(parser.add_argument_group("the run"), TrainConfig, presets, skip=NO_FLAG)
     add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
     parser.add_argument_group("no run").add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS,
                                                      help="draw OUT/curves.png, the losses of runs")
