@@ -14,10 +14,9 @@ import math
 import os
 import sys
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, fields
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -225,14 +224,12 @@ def matches(old, settings):
 @contextmanager
 def alone_in(folder):
     """Let no other campaign write in the folder meanwhile, where the system has such locks."""
-    file = os.open(folder, os.O_RDONLY) if find_spec("fcntl") else None
-    if file is not None:
-        import fcntl
-        with suppress(OSError):                               # some network disks have none
+    with ExitStack() as end:
+        with suppress(ImportError, OSError):
+            import fcntl
+            end.callback(os.close, file := os.open(folder, os.O_RDONLY))
             fcntl.flock(file, fcntl.LOCK_EX)
-    yield
-    if file is not None:
-        os.close(file)
+        yield
 
 
 def campaign(args, trial, columns, x="", **how):

@@ -1,6 +1,6 @@
 """test_all.py - all tests: no network, no GPU, no files but what is here.
 
-    pytest test_all.py                    a minute and a half on two cores; GPU tests skip themselves
+    pytest test_all.py                    two to three minutes; GPU tests skip themselves
     python test_all.py --mutants          breaks the mathematics in 41 ways; a test must notice each
 
 In the order of the modules. A docstring says which mistake a test catches.
