@@ -346,7 +346,7 @@ def cut(rule, phi, count, q, pairs, gates, keys):
 def advance(rule, phi, count, q, pairs, gates, keys, M0, W, S):
     """Run `count` chunks, or a part of one -> y (B, H, T, D), and W, S at the last boundary."""
     chunks, gates = cut(rule, phi, count, q, pairs, gates, keys)
-    whole, bases, xd = gates.keep.shape[-1] == rule.chunk, [], []             # a part leaves W and S as they are
+    whole, bases, xd = gates.keep.shape[-1] == rule.chunk, [], []                # a part leaves W and S as they are
     # a compiled `read` makes Mom again instead of keeping it
     Mom = None if gates.momentum is None or is_compiled(read) or q.shape[2] == 1 else decays(gates.momentum)
     close, each = each_chunk(rule, phi, chunks, gates, Mom, whole)

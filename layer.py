@@ -153,7 +153,7 @@ class Memory(nn.Module):
         """Return the omega.Gates of x: keep, step, momentum (B, H, T) and gate (B, H, T, window), token by token."""
         c = self.config
         raised = {n: p.float() for n, p in self.gates.named_parameters() if p.dtype in (torch.bfloat16, torch.half)}
-        raw = heads(functional_call(self.gates, raised, at_least_float32(x)), c.n_head)     # it may have a LoRA by now
+        raw = heads(functional_call(self.gates, raised, at_least_float32(x)), c.n_head)      # it may have a LoRA by now
         keep, step, momentum, gate = raw.split(self.n_gates, -1)
         opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
         forgets = opened * (-keep).squeeze(-1).sigmoid()
