@@ -28,7 +28,6 @@ import omega
 import train
 from common import Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say
 from layer import rule, state_bytes
-from poly import grown
 
 
 WINDOWS = 32                                # of the loss by position, and passages that are read twice
@@ -167,12 +166,11 @@ def watch(layer, x, state=None):
     """Return the gates and inner losses of each token of x (B, T, n_embd) in a layer.Memory, as `probe` names them."""
     fresh, c = layer.start(x), layer.config
     state = state or fresh
-    asked = lambda k, state: layer.recall(k, layer.weights(state)[0], state.fast.keys)
+    asked = lambda k, state: layer.recall(k, layer.frozen(state))
     _, k, v, gates, _ = layer.project(x, state)
-    y, _ = chunks.run(rule(c), layer.phi, k.roll(-1, 2), k, v, gates, layer.with_M0(state.fast))         # W_t, k_{t+1}
+    y, _ = layer.learn(k.roll(-1, 2), k, v, gates, state.fast)                   # W_t, k_{t+1}
     y = torch.cat([asked(k[:, :, :1], state), y[:, :, :-1]], 2)
-    losses = [torch.vmap(partial(memory.loss, c.loss))(a.flatten(0, 2), v.flatten(0, 2)).view(v.shape[:3])
-              for a in (y, asked(k, fresh))]
+    losses = [memory.loss(c.loss, a, v) for a in (y, asked(k, fresh))]
     opened = gates.step / layer.most(gates.momentum)
     found = dict(gates._asdict(), gate=gates.gate.sum(-1), opened=opened, surprise=losses[0], untaught=losses[1])
     return {name: a for name, a in found.items() if a is not None}
@@ -203,7 +201,8 @@ def probe(model, tokens):
         share = (o - frozen(layer)(x)[0]).norm() / o.norm().clamp_min(torch.finfo(o.dtype).tiny)     # 0 where o is 0
         at = {name: torch.cat([a[name] for a in seen], -1)[..., -T:] for name in seen[0]}   # no persistent tokens
         W, S = inside.weights(calls[inside][-1][1][1])
-        W = [a - b for a, b in zip(W, grown(inside.M0, [w.shape[-2] for w in W]))]
+        M0 = [F.pad(m, (0, 0, 0, w.shape[-2] - m.shape[-2])) for m, w in zip(inside.M0, W)]      # dot.py's W grows
+        W = [w - m for w, m in zip(W, M0)]
         for name, matrices in ("written", W), ("S", S):
             if matrices:
                 at[name] = sum(w.square().sum((-2, -1)) for w in matrices).sqrt()
@@ -320,13 +319,13 @@ def mixing_task(args, device):
     """Print and draw P of a chunk, beside a causal softmax: row t says with which weight token t reads each pair."""
     T, window, one = 16, 4, torch.ones(1, 16)
     gates = omega.Gates(0.9 * one, one, None, torch.full((1, T, window), 1 / window))
-    P = 0 - chunks.waiting(omega.Rule(window=window, chunk=T), gates)[0][0, :, window - 1:]     # less pairs from before
+    P = chunks.coefficients(omega.Rule(window=window, chunk=T), gates).P[0, :, window - 1:]     # less pairs from before
     softmax = torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
-    say("-P of 16 tokens, window 4, keep 0.9, step 1:\n" + "\n".join(" ".join(f"{a:.2f}" for a in row) for row in P))
+    say("P of 16 tokens, window 4, keep 0.9, step 1:\n" + "\n".join(" ".join(f"{a:.2f}" for a in row) for row in P))
     if args.plot:
         from matplotlib.figure import Figure
         figure = Figure(figsize=(6.4, 3.4), layout="constrained")
-        names = "softmax, equal scores", "-P: window 4, keep 0.9"
+        names = "softmax, equal scores", "P: window 4, keep 0.9"
         for ax, name, matrix in zip(figure.subplots(1, 2, sharey=True), names, (softmax, P)):
             shown = ax.imshow(matrix.where(matrix > 0, torch.nan), vmin=0, vmax=1)
             ax.set(title=name, xlabel="pair i")

@@ -10,6 +10,7 @@
 
 It needs memory.py, poly.py, muon.py, omega.py and chunks.py beside it.
 """
+import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -25,15 +26,54 @@ import memory
 import omega
 import poly
 from memory import at_least_float32, unit, without_autocast
+from muon import COEFFICIENTS
+
+
+SWITCH = True, False
+SETTINGS = {                              # the usual value, ATLAS with a matrix; its choices or least value
+    "n_head": (8, 1), "n_embd": (192, 1), "head_dim": (16, 1), "memory": ("linear", memory.MEMORIES),
+    "expansion": (4, 1), "loss": ("l2", memory.LOSSES), "window": (8, 1), "chunk": (16, 1),
+    "error": ("chunk", ("chunk", "token")), "momentum": (True, SWITCH), "muon": (True, SWITCH),
+    "muon_every": (0, 0), "ns_steps": (5, 1), "ns_coefficients": ("muon", tuple(COEFFICIENTS)),
+    "features": ("monomial", poly.FEATURES), "degree": (2, 1), "keep": (True, SWITCH),
+    "forget": ("start", ("start", "zero")), "conv": (True, SWITCH), "lookback": (2, 0),
+    "max_step": (1.0, 0), "max_norm": (50.0, 0),
+}
 
 
 def settings(**given):
-    """Return the settings of a Memory: ATLAS with a matrix, changed by `given`. models.Config explains each."""
-    usual = dict(n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=4, loss="l2", window=1, chunk=64,
-                 error="token", momentum=True, muon=True, muon_every=0, ns_steps=3, ns_coefficients="cubic",
-                 features="monomial", degree=2, keep=True, forget="start", conv=True, lookback=2, max_step=1.0,
-                 max_norm=50.0)
-    return SimpleNamespace(**usual | given)
+    """Return the settings of a Memory: ATLAS with a matrix, changed by `given`. models.Config explains
+    each. Raises ValueError for unknown names and values."""
+    if unknown := given.keys() - SETTINGS:
+        raise ValueError(f"no setting {', '.join(unknown)}; there are {', '.join(SETTINGS)}")
+    made = SimpleNamespace(**{name: usual for name, (usual, _) in SETTINGS.items()} | given)
+    if wrong := fault(made):
+        raise ValueError(wrong)
+    return made
+
+
+def fault(c, features=poly.FEATURES):
+    """Return what is wrong with the settings of a memory, and the remedy; "" if nothing is."""
+    for name, (usual, allowed) in SETTINGS.items():
+        value, allowed = getattr(c, name), features if name == "features" else allowed
+        if isinstance(allowed, tuple):
+            good, says = value in allowed and type(value) is type(usual), f"one of {allowed}"
+        else:
+            good = type(value) in (int, type(usual)) and allowed <= value < math.inf
+            says = f"a number of type {type(usual).__name__}, at least {allowed}"
+        if not good:
+            return f"{name} is {says}, not {value!r}"
+    if c.features == "sketch" and c.degree != 2:
+        return "features sketch needs degree 2"
+    if c.features == "exp" and c.muon:
+        return "features exp needs muon off (--no-muon): Newton-Schulz would need phi* itself"
+    if c.error == "token":
+        if c.loss not in ("l2", "dot"):
+            return f"error token needs loss l2 or dot, not {c.loss}; or give error chunk"
+        if c.muon and 0 < c.muon_every < c.chunk:
+            return (f"error token needs a muon_every of chunk, {c.chunk}, not {c.muon_every}; "
+                    "or give error chunk")
+    return ""
 
 
 def rule(c):
@@ -50,7 +90,11 @@ class Norm(nn.Module):
 
     def __init__(self, *shape, eps=2**-23):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(*shape)), eps
+        self.weight, self.eps = nn.Parameter(torch.empty(*shape)), eps
+        self.init()
+
+    def init(self):
+        nn.init.ones_(self.weight)
 
     def forward(self, x):
         return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
@@ -107,10 +151,14 @@ def masked(gates, doc, pairs, reset):
 class Memory(nn.Module):
     """The layer. config: `settings`, or a models.Config; layer: its number, from 0."""
     conv_width = 4
+    engine = chunks                       # the module that runs the rule
+    features = poly.FEATURES
     autocast_on = ("cuda",)               # devices on which autocast reaches the products of the memory, too
 
     def __init__(self, config, layer=0):
         super().__init__()
+        if wrong := fault(config, self.features):
+            raise ValueError(wrong)
         self.config = config
         c, d, H, inner = config, config.n_embd, config.n_head, config.n_head * config.head_dim
         self.looks_back = c.conv and c.lookback == layer + 1  # choice 23
@@ -179,12 +227,13 @@ class Memory(nn.Module):
 
     def learn(self, q, k, v, gates, fast):
         """Run the rule -> y (B, H, T, D), and the state of the fast weights after it."""
-        y, fast = chunks.run(rule(self.config), self.phi, q, k, v, gates, self.with_M0(fast))
+        fast = self.with_M0(fast)
+        y, fast = self.engine.run(rule(self.config), self.phi, q, k, v, gates, fast)
         return y, fast._replace(M0=())
 
     def weights(self, state):
         """Return the memory now, as a query reads it: matrices (B, H, in, out); and its momentum."""
-        return chunks.weights(rule(self.config), self.phi, self.with_M0(state.fast))
+        return self.engine.weights(rule(self.config), self.phi, self.with_M0(state.fast))
 
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState. mask (B, T) bool, False at tokens
@@ -226,17 +275,24 @@ class Memory(nn.Module):
         y = self.norm(y).transpose(1, 2).flatten(2).to(x.dtype)
         return self.out(y * F.silu(self.out_gate(x)))
 
-    def retrieve(self, x, W, keys=None):
-        """Return M*(q), Titans Eq 21: what fast weights W recall for x (B, T, n_embd) without writing."""
+    def frozen(self, state, reset=None):
+        """Return what `recall` reads: the memory now, or where reset (B,) is True as it was at first."""
+        W, _ = self.weights(state)
+        if reset is None:
+            return W
+        M0 = [F.pad(m, (0, 0, 0, w.shape[-2] - m.shape[-2])) for m, w in zip(self.M0, W)]
+        return tuple(torch.where(reset[:, None, None, None], m, w) for m, w in zip(M0, W))
+
+    def retrieve(self, x, frozen):
+        """Return M*(q), Titans Eq 21: what `frozen` recalls for x (B, T, n_embd) without writing."""
         q = F.silu(self.qkv(x)[..., : self.out.in_features])  # no convolution: choice 18
         with without_autocast(x):
-            y = self.recall(unit(heads(q, self.config.n_head)), W, keys)
+            y = self.recall(unit(heads(q, self.config.n_head)), frozen)
         return self.finish(x, y)
 
-    def recall(self, q, W, keys=None):
-        """Return M(phi(q); W) for q (B, H, T, D); keys: those that `exp` features keep."""
-        c, rows = self.config, self.phi(q) if keys is None else poly.kernel_rows(q, keys)
-        return memory.apply(c.memory, W, rows, q, rule(c).norm)
+    def recall(self, q, frozen):
+        """Return M(phi(q); W) for q (B, H, T, D)."""
+        return memory.apply(self.config.memory, frozen, self.phi(q), q, rule(self.config).norm)
 
 
 # ---- states. That of an LM is a tuple of one for each layer; these functions take both

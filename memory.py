@@ -59,27 +59,33 @@ def shapes(kind, e, width, d):
     return {"linear": [(e, d)], "mlp": [(e, width), (width, d)], "gated": [(e, width), (e, width), (width, d)]}[kind]
 
 
-def apply(kind, W, x, r, norm=False):
-    """Return M(x; W): x (.., T, E), residual r (.., T, D) -> (.., T, D). Raises ValueError for an unknown memory."""
-    return output(kind, through(kind, x, lambda i, rows: rows @ W[i]), r, norm)
-
-
-def through(kind, x, read):
-    """Run x through the layers and return the output f of the last matrix; read(i, rows) multiplies by matrix i."""
+def hidden(kind, x, read):
+    """Return what enters the last matrix; read(i, rows) multiplies rows by matrix i."""
     if kind == "linear":
-        return read(0, x)
+        return x
     if kind == "mlp":
-        return read(1, F.gelu(read(0, x)))                                       # Eq 42
+        return F.gelu(read(0, x))                                                # Eq 42
     if kind == "gated":
-        return read(2, F.gelu(read(0, x)) * read(1, x))                          # Eq 43
+        return F.gelu(read(0, x)) * read(1, x)                                   # Eq 43
     raise ValueError(f"no memory {kind!r}; choose one of {', '.join(MEMORIES)}")
+
+
+def reads(W):
+    """Return the function that `hidden` takes, for matrices W."""
+    def read(i, rows):
+        return rows @ W[i]
+    return read
+
+
+def apply(kind, W, x, r, norm=False):
+    """Return M(x; W): x (.., T, E), residual r (.., T, D) -> (.., T, D). Raises ValueError for an
+    unknown memory."""
+    return output(kind, hidden(kind, x, reads(W)) @ W[-1], r, norm)
 
 
 def size(kind, W, x):
     """Return |a|^2, at least 0.5, of what enters the last matrix as a: x (.., T, E) -> (.., T)."""
-    rows = []
-    through(kind, x, lambda i, a: rows.append(a) or a @ W[i])
-    return rows[-1].square().sum(-1).clamp_min(0.5)
+    return hidden(kind, x, reads(W)).square().sum(-1).clamp_min(0.5)
 
 
 def firsts(kind):
@@ -95,15 +101,16 @@ def output(kind, f, r, norm=False):
 
 
 def loss(kind, y, v):
-    """Return the inner loss l(y; v), the paper's attentional bias, summed (choice 1). ValueError if it is unknown."""
+    """Return the inner loss l(y; v), the paper's attentional bias, of each pair: y, v (.., D) -> (..), a
+    sum over D (choice 1). Raises ValueError for an unknown loss."""
     if kind == "l2":
-        return 0.5 * (y - v).square().sum()                                      # Eq 9; 1/2: choice 2
+        return 0.5 * (y - v).square().sum(-1)                                    # Eq 9; 1/2: choice 2
     if kind == "dot":
-        return -(y * v).sum()                                                    # Eq 19, 45; the sign writes + v k^T
+        return -(y * v).sum(-1)                         # Eq 19, 45; the sign writes + v k^T
     if kind == "huber":
-        return F.huber_loss(y, v, reduction="sum")                               # MIRAS' Yaad, by coordinate
+        return F.huber_loss(y, v, reduction="none").sum(-1)                      # MIRAS' Yaad
     if kind == "lp":
-        return (y - v).abs().pow(LP).sum() / LP                                  # q-Omega, after Eq 9; MIRAS' Moneta
+        return (y - v).abs().pow(LP).sum(-1) / LP       # q-Omega, after Eq 9; MIRAS' Moneta
     raise ValueError(f"no loss {kind!r}; choose one of {', '.join(LOSSES)}")
 
 
@@ -137,18 +144,22 @@ def output_error(loss_kind, f, v, norm):
 
 
 def gradients(kind, loss_kind, W, x, v, norm=False, last=None):
-    """Return the gradient of every token's loss at fixed weights W, as one outer product per matrix: dl/dW[i] = a^T d.
-    This is backpropagation written out. W (N, in, out) each, x (N, n, E), v (N, n, D) as `target` gives it -> of each
-    matrix (a, d): its inputs (N, n, in) and the errors of its outputs (N, n, out). last(a), if given, returns the d of
-    the last matrix from its inputs a, in the place of the errors at W."""
-    at_W = lambda a: output_error(loss_kind, torch.bmm(a, W[-1]), v, norm and kind != "linear")
-    last = at_W if last is None else last                     # not `or`: torch 2.9 compiles no truth of a function
+    """Return the gradient of every pair's loss at fixed weights W, one outer product a matrix: dl/dW[i]
+    = a^T d. This is backpropagation written out. W (N, in, out) each, x (N, n, E), v (N, n, D) as
+    `target` gives it -> of each matrix (a, d): its inputs (N, n, in) and the errors of its outputs (N,
+    n, out). last(a), if given, returns the d of the last matrix from its inputs a."""
+    def at_W(a):
+        return output_error(loss_kind, a @ W[-1], v, norm and kind != "linear")
+    if last is None:
+        last = at_W
     if kind == "linear":
         return [(x, last(x))]
-    z, u = torch.bmm(x, W[0]), torch.bmm(x, W[1]) if kind == "gated" else None
+    z, u = x @ W[0], x @ W[1] if kind == "gated" else None
     gelu = F.gelu(z)
     a = gelu if u is None else gelu * u
-    e = last(a)                                               # dl/df, then back through the last matrix and gelu: dl/dz
-    da = torch.bmm(e, W[-1].mT)
+    d = last(a)
+    da = d @ W[-1].mT                                         # back through the last matrix, then gelu
     slope = torch.ops.aten.gelu_backward                      # slope(g, z) = g gelu'(z)
-    return [(x, slope(da, z)), (a, e)] if u is None else [(x, slope(da * u, z)), (x, da * gelu), (a, e)]
+    if u is None:
+        return [(x, slope(da, z)), (a, d)]
+    return [(x, slope(da * u, z)), (x, da * gelu), (a, d)]

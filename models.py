@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import chunks
 import layer
 from common import UserError, check, opt
+from dot import DotMemory
 from layer import Memory, Norm, check_state, map_state
 from memory import LOSSES, MEMORIES, at_least_float32
 from muon import COEFFICIENTS
-from poly import FEATURES, features_dim
+from poly import FEATURES, Features, features_dim
 from shards import ShardedMemory
 from wiring import WIRINGS, Attention, Wiring
 
@@ -44,7 +45,7 @@ class Config:
     expansion: int = opt(4, "hidden width of an MLP memory, in multiples of --head-dim", low=1)
     loss: str = opt("l2", "inner loss (attentional bias); with dot what an MLP adds is normalised (RMS)", LOSSES)
     window: int = opt(8, "tokens that the Omega rule looks back on (the paper's c); 1: Titans", low=1)
-    chunk: int = opt(64, "tokens that share one gradient point (the paper's b)", low=1)
+    chunk: int = opt(16, "tokens that share one gradient point (the paper's b)", low=1)
     error: str = opt("chunk", "memory at which errors are measured: the chunk's first (Eq 16), or each token's (Eq 15)",
                      ("chunk", "token"))
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
@@ -52,7 +53,7 @@ class Config:
     muon_every: int = opt(0, "tokens from one Newton-Schulz to the next, at most --chunk; 1: Eq 40; 0: a chunk")
     ns_steps: int = opt(5, "iterations of Newton-Schulz", low=1)
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", tuple(COEFFICIENTS))
-    features: str = opt("monomial", "feature map phi of keys and queries", FEATURES)
+    features: str = opt("monomial", "feature map phi of keys and queries", (*FEATURES, "exp"))
     degree: int = opt(2, "polynomial degree of phi (the paper's p)", low=1, high=13)
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
     forget: str = opt("start", "what keep < 1 decays to: M0, or zero as the paper prints", ("start", "zero"))
@@ -73,7 +74,8 @@ class Config:
         if not self.head_dim and self.n_embd % self.n_head:
             raise UserError(f"--n-embd {self.n_embd} is no multiple of --n-head {self.n_head}; give --head-dim")
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        alone, wired, fault = self.attention, self.wiring != "lmm", layer.rule(self).fault()
+        alone, wired = self.attention, self.wiring != "lmm"
+        fault = "" if alone else layer.fault(self, (*FEATURES, "exp"))
         E = self.n_head * features_dim(self.features, self.head_dim, self.degree)
         for wrong, message in (
             (self.dropout >= 1, f"--dropout must be below 1, not {self.dropout}"),
@@ -88,9 +90,7 @@ class Config:
              "lower --degree, --head-dim or --n-head"),
             (self.shard and (alone or self.wiring == "mac" or self.features == "exp"),
              "--shard needs a memory with finite features, and another --wiring than mac"),
-            (self.features == "sketch" and self.degree != 2, "--features sketch needs --degree 2"),
-            (not alone and self.muon and self.features == "exp", "--features exp needs --no-muon: it is infinite"),
-            (not alone and fault, fault),
+            (fault, fault),
         ):
             if wrong:
                 raise UserError(message)
@@ -180,7 +180,7 @@ class Block(nn.Module):
     def __init__(self, config, number=0):
         super().__init__()
         self.norm1, self.norm2 = Norm(config.n_embd), Norm(config.n_embd)
-        memory = ShardedMemory if config.shard else Memory
+        memory = DotMemory if config.features == "exp" else ShardedMemory if config.shard else Memory
         self.layer = Attention(config) if config.attention else memory(config, number)
         if config.wiring != "lmm":
             self.layer = Wiring(config, self.layer)
@@ -207,7 +207,10 @@ class LM(nn.Module):
         self.init()
 
     def init(self):
-        """Set the starting values."""
+        """Set the starting values, of buffers too: a model may have come from meta by to_empty."""
+        for m in self.modules():
+            if isinstance(m, (Norm, Features)):
+                m.init()
         if self.config.tie:
             self.head.weight = self.embed.weight
         for name, m in self.named_modules():

@@ -29,26 +29,32 @@ def newton_schulz_ref(S, steps=5, coefficients="muon"):
     if S.shape[-2] > S.shape[-1]:
         return newton_schulz_ref(S.mT, steps, coefficients).mT
     a, b, c = COEFFICIENTS[coefficients]
-    X = S * inverse_norm(S)
+    X = normalised(S)
     for _ in range(steps):
         G = X @ X.mT
         X = a * X + (b * G + c * (G @ G)) @ X
     return X
 
 
-def inverse_norm(S):
-    """Return 1 / |S|_F, and 0 for a zero matrix, which therefore stays zero and passes no gradient."""
-    square = S.square().sum((-2, -1), keepdim=True)
-    tiny = 1e3 * torch.finfo(S.dtype).tiny * S.shape[-2:].numel()
-    return torch.where(square > tiny, square.clamp_min(tiny).rsqrt(), 0)
+def normalised(S):
+    """Return S / |S|_F. A matrix too small to have a direction gives 0 and passes no gradient.
+
+    Dividing by the largest entry first keeps the square of the norm, and its gradient, in range."""
+    largest = S.detach().abs().amax((-2, -1), keepdim=True)
+    smallest = torch.finfo(S.dtype).tiny ** 0.5               # 1e-19 in float32
+    S = S * torch.where(largest > smallest, 1 / largest.clamp_min(smallest), 0)
+    return S * S.square().sum((-2, -1), keepdim=True).clamp_min(0.5).rsqrt()
 
 
 def newton_schulz(stacks, steps=5, coefficients="muon"):
-    """Return NS of every matrix in a list of stacks (N, m, n). Stacks with the same short side share one iteration."""
+    """Return NS of every matrix in a list of stacks (N, m, n). Stacks with the same short side share one
+    iteration. coefficients: a name in COEFFICIENTS, or three numbers."""
+    if isinstance(coefficients, str):
+        coefficients = COEFFICIENTS[coefficients]
     out = [None] * len(stacks)
     for side in sorted({min(S.shape[-2:]) for S in stacks}):
         same = [i for i, S in enumerate(stacks) if min(S.shape[-2:]) == side]
-        for i, X in zip(same, iterate([stacks[i] for i in same], steps, *COEFFICIENTS[coefficients])):
+        for i, X in zip(same, iterate([stacks[i] for i in same], steps, *coefficients)):
             out[i] = X
     return out
 
@@ -56,7 +62,7 @@ def newton_schulz(stacks, steps=5, coefficients="muon"):
 def iterate(stacks, steps, a, b, c):
     """Run Newton-Schulz on stacks (N, m, n) with one short side s; their Gram matrices form one batch."""
     short = lambda X, S: X.mT if S.shape[-2] > S.shape[-1] else X
-    X = [short(S, S) * inverse_norm(S) for S in stacks]
+    X = [normalised(short(S, S)) for S in stacks]
     for first in range(0, steps, GRAM_STEPS):
         G, R = torch.cat([torch.bmm(x, x.mT) for x in X]), None                  # (sum of N, s, s)
         I = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
@@ -70,25 +76,36 @@ def iterate(stacks, steps, a, b, c):
 
 # ---- the outer optimizer
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon, which computes in bfloat16. With bfloat16 = False it computes in float32.
+    """torch.optim.Muon, which computes in bfloat16. With bfloat16 = False it computes in the type of the
+    gradients: on a CPU without bfloat16 float32 is 30 times as fast.
 
     B <- mu B + (1 - mu) g,   p <- (1 - lr decay) p - lr sqrt(max(1, rows / columns)) NS((1 - mu) g + mu B)
 
-    mu is the momentum, decay the weight decay. On a CPU without bfloat16 float32 is 5 times as fast.
+    mu is the momentum, decay the weight decay. The options are torch's, but for eps.
     """
     bfloat16 = False                                          # True where the device has instructions for it
 
     @torch.no_grad()
-    def step(self):
-        """Take one step for all parameters that have a gradient."""
+    def step(self, closure=None):
+        """Take one step for all parameters that have a gradient -> what the closure returns, if given."""
         if self.bfloat16:
-            return super().step()
+            return super().step(closure)
+        loss = closure and torch.enable_grad()(closure)()
         for group in self.param_groups:
-            params, updates = [p for p in group["params"] if p.grad is not None], []
-            for p in params:
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                updates.append(p.grad.lerp(buffer, group["momentum"])[None])     # Nesterov's
-            for p, update in zip(params, newton_schulz(updates)):
+            params = [p for p in group["params"] if p.grad is not None]
+            updates = [self.direction(p, group)[None] for p in params]
+            updates = newton_schulz(updates, group["ns_steps"], group["ns_coefficients"])
+            for p, (update,) in zip(params, updates):
+                rows, columns = p.shape
+                longer = max(1, rows / columns) ** 0.5
+                if group["adjust_lr_fn"] == "match_rms_adamw":
+                    longer = 0.2 * max(rows, columns) ** 0.5
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(update[0], alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
+                p.add_(update, alpha=-group["lr"] * longer)
+        return loss
+
+    def direction(self, p, group):
+        """Return what Newton-Schulz takes for the parameter p: its momentum, moved on by the gradient."""
+        B = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        B.lerp_(p.grad, 1 - group["momentum"])
+        return p.grad.lerp(B, group["momentum"]) if group["nesterov"] else B

@@ -8,9 +8,8 @@ A linear memory of head dim D stores D pairs (Prop 1); on phi it stores E, the n
     monomial      all monomials of degree <= p, E = C(D + p, p): Eq 5 exactly, with a_i = s_i^2     (choice 7)
     elementwise   sum_i s_i x^i, coordinate by coordinate. E = D, so capacity does not grow
     sketch        degree 2 with fewer features: products of two random projections, right on average
-    exp           the infinite phi* of Eq 22, by its kernel exp(q . k) alone (end of this file)
 
-q and k have unit length before phi, which does not normalise (choice 8).
+q and k have unit length before phi, which does not normalise (choice 8). The infinite phi* of Eq 22 is in dot.py.
 """
 import math
 
@@ -18,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-FEATURES = ("none", "elementwise", "monomial", "sketch", "exp")
+FEATURES = ("none", "elementwise", "monomial", "sketch")
 
 
 def features_dim(kind, dim, degree, sketch_dim=79):
-    """Return E for inputs of `dim` numbers: C(D + p, p) monomials (Prop 2); for `exp` the ones of degree 1 alone."""
+    """Return E for inputs of `dim` numbers: C(D + p, p) monomials (Prop 2)."""
     if kind == "monomial":
         return math.comb(dim + degree, degree)
     if kind == "sketch":
@@ -54,16 +53,24 @@ class Features(nn.Module):
         super().__init__()
         self.kind, self.dim, self.degree = kind, dim, degree
         self.out_dim = features_dim(kind, dim, degree, sketch_dim)
+        self.seed = seed
         if kind in ("elementwise", "monomial", "sketch"):
-            self.scale = nn.Parameter(torch.tensor([math.factorial(i) ** -0.5 for i in range(degree + 1)]))
-        if kind == "sketch":                                  # the same for each seed, and saved with the model
-            drawn = torch.randn(2, dim, sketch_dim, generator=torch.Generator().manual_seed(seed), device="cpu")
-            self.register_buffer("sketch", drawn / sketch_dim ** 0.25)
+            self.scale = nn.Parameter(torch.empty(degree + 1))
+        if kind == "sketch":
+            self.register_buffer("sketch", torch.empty(2, dim, sketch_dim))
+        self.init()
+
+    def init(self):
+        """Set the starting values. The sketch is the same for each seed, and saved with the model."""
+        with torch.no_grad():
+            if hasattr(self, "scale"):
+                self.scale.copy_(torch.tensor([math.factorial(i) ** -0.5 for i in range(self.degree + 1)]))
+            if hasattr(self, "sketch"):
+                drawn = torch.randn(self.sketch.shape, generator=torch.Generator().manual_seed(self.seed))
+                self.sketch.copy_(drawn / self.sketch.shape[2] ** 0.25)
 
     def forward(self, x):
-        """Return phi(x): (.., dim) -> (.., out_dim). Raises ValueError for `exp`, which has infinitely many."""
-        if self.kind == "exp":
-            raise ValueError("exp features are infinitely many; only chunks.run has them, by their kernel")
+        """Return phi(x): (.., dim) -> (.., out_dim)."""
         if self.kind == "none":
             return x
         s, one = self.scale.to(x.dtype), torch.ones_like(x[..., :1])
@@ -80,9 +87,7 @@ class Features(nn.Module):
         return torch.cat(pieces, -2).mT
 
     def inner(self, x, y, px=None, py=None):
-        """Return phi(x) phi(y)^T, by the kernel or from px = phi(x), py = phi(y); x (.., n, dim), y (.., m, dim)."""
-        if self.kind == "exp":
-            return (x @ y.mT).exp()                                              # Eq 23
+        """Return phi(x) phi(y)^T, by Eq 5 or from px = phi(x), py = phi(y); x (.., n, dim), y (.., m, dim)."""
         if self.kind != "monomial":
             return px @ py.mT
         dots, a = x @ y.mT, self.scale.to(x.dtype).square()
@@ -90,28 +95,3 @@ class Features(nn.Module):
         for i in reversed(range(self.degree)):                                   # Eq 5, by Horner's scheme
             out = out * dots + a[i]
         return out
-
-
-# ---- exp: phi* is infinite, but the memory is a sum of phi*(k_i)^T d_i, and the first matrix holds d_i in row i. Its
-# first D rows are the degree-1 part, where M0 lives (choice 19).
-def kernel_rows(r, keys):
-    """Return [r, exp(r . k_1), exp(r . k_2), ..], which read such a matrix at r: one number for each key (Eq 23)."""
-    return torch.cat([r, (r @ keys.mT).exp()], -1)
-
-
-def one_hot(k, keys):
-    """Return the rows that write the pairs k (B, H, n, D), the last of all keys: (B, H, n, D + number of keys)."""
-    hot = F.pad(torch.eye(k.shape[2], dtype=k.dtype, device=k.device), (k.shape[-1] + keys.shape[2] - k.shape[2], 0))
-    return hot.expand(*k.shape[:2], *hot.shape)               # a negative pad crops pairs from before the first key
-
-
-def grown(W, rows):
-    """Return matrices with `rows` rows each; the new rows are zero."""
-    return tuple(F.pad(w, (0, 0, 0, n - w.shape[-2])) if n > w.shape[-2] else w for w, n in zip(W, rows))
-
-
-def with_keys(state, k, firsts):
-    """Return an omega.State with room for the keys k: a row for each in the matrices that read phi, the `firsts`."""
-    keys = torch.cat([state.keys, k], 2)
-    rows = [k.shape[-1] + keys.shape[2]] * firsts + [w.shape[-2] for w in state.W[firsts:]]
-    return state._replace(keys=keys, **{name: grown(getattr(state, name), rows) for name in ("M0", "W", "S")})

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from layer import Norm, check_input, fits, heads, numbered
-from poly import grown
 
 WIRINGS = ("lmm", "mag", "mal", "mac")                        # lmm: the memory alone
 
@@ -110,7 +109,7 @@ class WiringState(NamedTuple):
     """What a Wiring carries from call to call; None for what has not begun."""
     memory: tuple | None                  # layer.MemoryState
     attention: AttentionState | None      # in MAC: the segment in progress
-    frozen: tuple                         # in MAC: fast weights and keys at the start of the segment
+    frozen: tuple                         # in MAC: what the memory recalls from in this segment
     fits: dict                            # as in layer.MemoryState
 
     batch = property(lambda self: self.memory.batch)
@@ -203,11 +202,8 @@ class Wiring(nn.Module):
         inner = state.memory or self.memory.start(x)
         if reset is not None and reset[:, 0 if pos else 1:].any():
             raise ValueError("a reset stands inside of a segment of MAC; put it where one begins")
-        frozen = state.frozen or (self.memory.weights(inner)[0], inner.fast.keys)
-        if reset is not None and not pos:
-            M0 = grown(self.memory.M0, [w.shape[-2] for w in frozen[0]])
-            frozen = tuple(torch.where(reset[:, :1, None, None], *pair) for pair in zip(M0, frozen[0])), frozen[1]
-        projected = [tuple(a.project(h)) for h in (self.memory.retrieve(x, *frozen), x)]         # Titans Eq 21
+        frozen = state.frozen or self.memory.frozen(inner, reset if reset is None else reset[:, 0])
+        projected = [tuple(a.project(h)) for h in (self.memory.retrieve(x, frozen), x)]         # Titans Eq 21
         q, *ks = rope(pos, a.q_norm(projected[-1][0]), *(a.k_norm(k) for _, k, _ in projected))  # q: of x alone
         ks = torch.stack(ks, 2)                                                                  # (B, H, 2, T, D)
         vs = torch.stack([v for _, _, v in projected], 2)
