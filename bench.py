@@ -19,7 +19,7 @@ from torch.utils.benchmark import Measurement, Timer
 
 import chunks
 import models
-from common import Parser, add_number, add_tasks, autocast, pick_dtype, picture, run_task, say
+from common import Parser, add_number, add_tasks, autocast, pick_dtype, picture, run_task, say, with_task
 
 HEAD, SMALL_HEAD = 64, 16             # small heads in `layer`: 64 numbers have 2,145 monomials of degree 0 to 2
 MLP = dict(memory="mlp", expansion=2, features="none", forget="zero")           # the memory of `rule` and `peers`
@@ -66,7 +66,7 @@ def both(layer, x):
 def layer_task(args, device):
     """Time one layer with its projections, of several models, over length."""
     how, rows = dict(head_dim=SMALL_HEAD, expansion=2), []
-    layers = {name: layer(device, args.width, **models.PRESETS[name] | how) for name in args.model}
+    layers = {name: layer(device, args.width, **models.sized(name, "tiny") | how) for name in args.model}
     for T in args.lengths:
         x = torch.randn(args.batch_size, T, args.width, device=device, requires_grad=True)
         rows += race(device, [(dict(name=name, T=T), args.batch_size * T, partial(both, made, x))
@@ -127,18 +127,18 @@ TASKS = dict(layer=layer_task, rule=rule_task, peers=peers_task)
 
 
 def parse(argv=None):
-    parser = Parser(prog="bench.py", description=__doc__, usage="python %(prog)s TASK [flags]")
+    parser = Parser(prog="bench.py", description=__doc__, usage="python %(prog)s [TASK] [flags]")
     layer, rule, peers = parsers = add_tasks(parser, TASKS, plot=["layer"], threads=1)
     for task in parsers:
         add_number(task, "--minutes", 0.0, 2.0, "about so long")
         add_number(task, "--batch-size", 1, 1, "texts at a time")
         add_number(task, "--width", HEAD, 256, f"width of the layer, a multiple of {HEAD}")
-    usual = ["transformer", "titans", "omeganet", "atlas"]
+    usual = ["transformer", "titans", "omeganet", "atlas", "atlas-delta"]
     layer.add_argument("--model", nargs="+", choices=tuple(models.PRESETS), default=usual, help=" ".join(usual))
     add_number(layer, "--lengths", 1, [256, 1024, 4096], "tokens of a text")
     for task in rule, peers:
         add_number(task, "--length", 8, 2048, "tokens of a text")
-    return parser.parse_args(argv)
+    return parser.parse_args(with_task(argv, "layer"))
 
 
 def main(argv=None):

@@ -110,7 +110,8 @@ def copies(rule, a):
 
 def before(rule, a, first=0.0):
     """Return for each pair the row of a (N, c, ..) one token before the one that looks at it."""
-    return F.pad(a[:, :-1], (0, 0, 1, 0), value=first).repeat_interleave(rule.window, 1)
+    a = F.pad(a[:, :-1], (0, 0, 1, 0), value=first)
+    return a if rule.window == 1 else a.repeat_interleave(rule.window, 1)
 
 
 def errors_at_tokens(rule, phi, mix, k, v, M0, W, S, x):
@@ -124,7 +125,7 @@ def errors_at_tokens(rule, phi, mix, k, v, M0, W, S, x):
             E_0 = E_0 + x @ M0[-1]
         if S:
             E_0 = E_0 - before(rule, mix.drift) * (x @ S[-1])
-        A = before(rule, mix.P) * scores / size.mT
+        A = before(rule, mix.P / size.mT) * scores
         return torch.linalg.solve_triangular(A, E_0, upper=False, unitriangular=True) / size
 
 

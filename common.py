@@ -147,6 +147,12 @@ def add_tasks(parser, tasks, plot, **how):
     return group.choices.values()
 
 
+def with_task(argv, usual):
+    """Return the arguments of a program, those of its `usual` task if they name none."""
+    argv = sys.argv[1:] if argv is None else argv
+    return argv if argv and (argv[0][0] != "-" or argv[0] in ("-h", "--help")) else [usual, *argv]
+
+
 def chosen(args, cls):
     """Return the fields of a dataclass that were given as flags."""
     return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}

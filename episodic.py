@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import train
 from common import Parser, UserError, add_flags, curve, exit_code, flag, need, opt, picture, say
 from data import BORDER, split
-from models import PRESETS, Config, Memory
+from models import Config, Memory, sized
 
 RETRIEVAL = 10                        # weight of the retrieval phase; storage has 1
 BATCHES = 4                           # in a test episode; training episodes have 1, 2, .. of them in turn
@@ -57,7 +57,7 @@ def settings(given, old=None):
     """Return Settings and models.Config from flags and the checkpoint of --resume. Raise UserError where they clash."""
     grok = (old["train"] if old else given).get("grok")
     task, other = ("grok", "episodes") if grok else ("episodes", "grok")
-    values = old["config"] | old["train"] if old else USUAL[task] | PRESETS[given.get("model", USUAL[task]["model"])]
+    values = old["config"] | old["train"] if old else USUAL[task] | sized(given.get("model", USUAL[task]["model"]), "tiny")
     if wrong := given.keys() & {*USES[other].split()}:
         raise UserError(f"{flag(min(wrong))} is no flag of {task}, but of {other}")
     if old and "modulus" not in values:
@@ -241,7 +241,7 @@ class Grok(Watched):
 
 def main(argv=None):
     parser = Parser(prog="episodic.py", description=__doc__, epilog="In [] is what episodes have.")
-    usual = {**USUAL["episodes"], **PRESETS[USUAL["episodes"]["model"]]}
+    usual = {**USUAL["episodes"], **sized(USUAL["episodes"]["model"], "tiny")}
     add_flags(parser.add_argument_group("the run"), Settings, usual, skip=NO_FLAG)
     add_flags(parser.add_argument_group("the network"), Config, usual, skip=(*train.NO_FLAG, "polarise"))
     given = vars(parser.parse_args(argv))

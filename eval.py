@@ -26,7 +26,7 @@ import memory
 import models
 import omega
 import train
-from common import Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say
+from common import Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say, with_task
 from layer import rule, state_bytes
 
 
@@ -340,10 +340,7 @@ TASKS = dict(loss=loss_task, twice=twice_task, probe=probe_task, online=online_t
 
 
 def parse(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    if argv and argv[0].startswith("--") and argv[0] != "--help":
-        argv = ["loss", *argv]
-    parser = Parser(prog="eval.py", description=__doc__, usage="python %(prog)s TASK [flags]")
+    parser = Parser(prog="eval.py", description=__doc__, usage="python %(prog)s [TASK] [flags]")
     loss, twice, probe, online, capacity, _ = add_tasks(parser, TASKS, plot=TASKS)
     for task in loss, twice, probe:
         several = dict(default="out") if task is probe else dict(default=["out"], nargs="+")
@@ -358,7 +355,7 @@ def parse(argv=None):
     add_number(online, "--pairs", 1, [8, 16, 32], "numbers of pairs")
     add_number(online, "--chunk", 1, 1, "tokens of a chunk")
     add_number(capacity, "--pairs", 1, [4, 8, 16, 32, 44, 64, 128], "numbers of pairs")
-    return parser.parse_args(argv)
+    return parser.parse_args(with_task(argv, "loss"))
 
 
 def main(argv=None):

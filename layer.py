@@ -32,8 +32,8 @@ from muon import COEFFICIENTS
 SWITCH = True, False
 SETTINGS = {                              # the usual value, ATLAS with a matrix; its choices or least value
     "n_head": (8, 1), "n_embd": (192, 1), "head_dim": (16, 1), "memory": ("linear", memory.MEMORIES),
-    "expansion": (4, 1), "loss": ("l2", memory.LOSSES), "window": (8, 1), "chunk": (16, 1),
-    "error": ("chunk", ("chunk", "token")), "momentum": (True, SWITCH), "muon": (True, SWITCH),
+    "expansion": (4, 1), "loss": ("l2", memory.LOSSES), "window": (2, 1), "chunk": (64, 1),
+    "error": ("token", ("chunk", "token")), "momentum": (True, SWITCH), "muon": (True, SWITCH),
     "muon_every": (0, 0), "ns_steps": (5, 1), "ns_coefficients": ("muon", tuple(COEFFICIENTS)),
     "features": ("monomial", poly.FEATURES), "degree": (2, 1), "keep": (True, SWITCH),
     "forget": ("start", ("start", "zero")), "conv": (True, SWITCH), "lookback": (2, 0),
@@ -194,6 +194,8 @@ class Memory(nn.Module):
         nn.init.normal_(self.gates.weight, std=0.02)
         keep = torch.linspace(1, 6, H) if H > 1 else torch.full((1,), 3.5)       # 0.73 .. 0.998, by head  (choice 16)
         others = torch.zeros(H, sum(self.n_gates[1:]))        # a step of 1/4 of its bound; momentum and gate 1/2
+        if c.error == "token":                                # a window begins as one of 1  (choice 6)
+            others[:, -c.window:-1] = -3
         with torch.no_grad():
             self.gates.bias.copy_(torch.cat([keep[:, None], others], 1).flatten())
 
@@ -208,7 +210,15 @@ class Memory(nn.Module):
         keep = 1 - forgets if c.keep else torch.ones_like(opened)                                # alpha
         momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None                        # theta
         step = opened * self.most(momentum)                                                      # eta
-        return omega.Gates(keep, step, momentum, gate.sigmoid() / c.window)                      # gamma: choice 6
+        return omega.Gates(keep, step, momentum, self.shared(gate.sigmoid()))                    # gamma: choice 6
+
+    def shared(self, gate):
+        """Divide gates (.., window) so that their sum is bounded: by 1, or with error = "token", where a
+        token's own pair has a gate of its own, by 2."""
+        w = self.config.window
+        if self.config.error == "chunk" or w == 1:
+            return gate / w
+        return torch.cat([gate[..., :-1] / (w - 1), gate[..., -1:]], -1)
 
     def most(self, momentum):
         """Return the bound of the step. A chunk is one big step; else momentum repeats it 1 / (1 - momentum) times."""

@@ -178,8 +178,9 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         def loss(W):
             y = M(W, x, r)
             pairs = (y * errors).sum(-1) if rule.solves else memory.loss(rule.loss, y, target)
-            return (weight * pairs).sum()                                                # Eq 9
-        S = [momentum * s + g for s, g in zip(S, grad(loss)(list(anchor)))]              # Eq 33
+            return (weight * pairs).sum()
+        g = grad(loss)(list(anchor))                                                     # Eq 9, 16
+        S = [momentum * s + d for s, d in zip(S, g)]                                     # Eq 33
         U, due = [keep * u + step * s for u, s in zip(U, S)], keep * due + step
         W = [keep * w for w in W]
         if (t + 1) % rule.chunk % block == 0:                 # the end of a block
