@@ -103,6 +103,14 @@ class Parser(argparse.ArgumentParser):
         style = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=118)
         super().__init__(usage=usage, allow_abbrev=False, formatter_class=style, **how)
 
+    def parse_args(self, argv=None):
+        """Return the flags. One that is empty, as for an unset $OUT, is a mistake, but where the default is empty."""
+        args = super().parse_args(argv)
+        for name, value in vars(args).items():
+            if "" in (value if isinstance(value, list) else [value]) and self.get_default(name) != "":
+                self.error(f"{flag(name)} is empty; give a value, or drop the flag")
+        return args
+
     def error(self, message):
         self.exit(2, f"error: {message} (--help lists the flags)\n")
 

@@ -347,19 +347,20 @@ def repeated(x, y, share, on, seed, number):
 # ---- python data.py
 def make_files(args):
     """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does. The end of a BLOCK may cut a word."""
-    with locked(args.out), replacing(args.out / "train.bin") as whole:
-        if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
-            raise UserError(f"{args.out} already holds token files; give another --out")
+    out = Path(args.out)
+    with locked(out), replacing(out / "train.bin") as whole:
+        if any((out / file).exists() for file in ("train.bin", "val.bin")):
+            raise UserError(f"{out} already holds token files; give another --out")
         tokenizer = make_tokenizer(args.tokenizer, "")
         with whole.open("wb") as file:                  # all ids, until val.bin has the last tenth
             for text in texts(args.data)[1]:
                 for i in range(0, len(text), BLOCK):
                     file.write(tokenizer.encode(text[i: i + BLOCK]).astype("<u2").tobytes())
         train, val = split(np.memmap(whole, "<u2", "r"))
-        with replacing(args.out / "val.bin") as tail:
+        with replacing(out / "val.bin") as tail:
             val.tofile(tail)
         os.truncate(whole, 2 * len(train))
-    say(f"data: {len(train):,} and {len(val):,} ids; use them with --data {args.out} --tokenizer {args.tokenizer}")
+    say(f"data: {len(train):,} and {len(val):,} ids; use them with --data {out} --tokenizer {args.tokenizer}")
 
 
 def main(argv=None):
@@ -367,7 +368,7 @@ def main(argv=None):
                     "Between two documents, files or rows of JSON, stands the id of <|endoftext|>.")
     parser.add_argument("--data", required=True, help="a file or folder of .txt, .json or .jsonl, shakespeare, pydoc")
     parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="what a token is [gpt2]")
-    parser.add_argument("--out", default="tokens", type=Path, help="folder for train.bin and val.bin [tokens]")
+    parser.add_argument("--out", default="tokens", help="folder for train.bin and val.bin [tokens]")
     return exit_code(partial(make_files, parser.parse_args(argv)))
 
 
