@@ -27,7 +27,7 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TOKENIZERS = ("char", "byte", "gpt2")
 END = b"<|endoftext|>"                                  # GPT-2's last token; it stands between documents
-JSON = ".json", ".jsonl"
+JSON = ".json", ".jsonl", ".ndjson"                      # the last two have a document a line
 BORDER = "\ud800"                                       # half of a surrogate pair, which no UTF-8 text can hold
 BLOCK = 2**24                                           # characters or ids that are worked on at a time
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"       # its words
@@ -81,8 +81,9 @@ class Corpus(NamedTuple):
 def read(name):
     """Return the Corpus of a name as --data takes it. Raises UserError for what cannot be read.
     'shakespeare' is data/shakespeare.txt, downloaded if missing. Without a network it is 'pydoc', Python's help text,
-    which differs between its versions. A folder stands for its token files, or else for its .txt, .json and .jsonl
-    files, in subfolders too; any other name for a file. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
+    which differs between its versions. A folder stands for its token files, or else for its .txt, .json,
+    .jsonl and .ndjson files, in subfolders too, but for those of runs; any other name for a file.
+    'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
     weighted = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
     if all(weighted):
         mix = tuple((float(part[2]), read(part[1])) for part in weighted)
@@ -129,12 +130,28 @@ def texts(name):
     return str(name), _documents(SHAKESPEARE if name == "shakespeare" else Path(name))
 
 
+def _files(folder):
+    """Return the texts in a folder: each real file once, whatever links to it, and none of runs of train.py."""
+    inside = sorted(glob.glob("**", root_dir=folder, recursive=True), reverse=True)       # skips .hidden
+    folders = {*map(os.path.dirname, inside)}
+    # of a run in the folder itself, beside the texts, config.json is left out
+    runs = tuple(f"{f or 'config.json'}{os.sep}" for f in folders if _holds_run(folder / f))
+    if runs:
+        print(f"data: left out runs in {folder}: {' '.join(sorted(runs))}", file=sys.stderr)
+    kept = [f"{folder}/{p}" for p in inside
+            if p.lower().endswith((".txt", *JSON)) and not f"{p}{os.sep}".startswith(runs)]
+    return sorted({os.path.realpath(p): p for p in kept}.values())
+
+
+def _holds_run(folder):
+    """Tell whether a folder holds a run of train.py, perhaps one that was killed before it saved."""
+    names = {p.name for p in folder.iterdir()}
+    return "ckpt.pt" in names or {"log.csv", "config.json"} <= names
+
+
 def _documents(name):
     """Yield the documents of a file or folder, and say how far it is. Raises UserError for what cannot be read."""
-    paths, length, n, row = [name], 0, 0, 0
-    if name.is_dir():                                   # each real file once, whatever links to it; glob skips .hidden
-        inside = [f"{name}/{path}" for path in sorted(glob.glob("**", root_dir=name, recursive=True), reverse=True)]
-        paths = sorted({os.path.realpath(p): p for p in inside if p.lower().endswith((".txt", *JSON))}.values())
+    paths, length, n, row = _files(name) if name.is_dir() else [name], 0, 0, 0
     try:
         for i, path in enumerate(map(Path, paths)):
             for row, text in enumerate(_rows(path), 1):
@@ -144,7 +161,7 @@ def _documents(name):
                     if length % (4 * BLOCK) < len(text):                           # not too often
                         print(f"data: read {length:,} characters, {i} of {len(paths)} files in {name}", file=sys.stderr)
             row = 0
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         fault = f"{type(error).__name__} {error}" + f" after row {row}" * (row > 0)
         raise UserError(f"cannot read {path}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), JSON of "
                         'objects whose "text" is a string, or, to train, a mix with weights, a.txt:0.4,b.txt:0.6'
@@ -161,7 +178,7 @@ def _rows(path):
     if kind == ".bin":
         raise ValueError("a token file by its name, which is read by that of its folder")
     with path.open("rb") as file:
-        if kind == ".jsonl":
+        if kind in JSON[1:]:
             rows = (json.loads(line) for line in file if line.strip())
         elif kind == ".json":
             rows = json.load(file)

@@ -1065,12 +1065,13 @@ def test_files_folders_and_mixes(tmp_path, monkeypatch):
     """Catches another field, a text read twice by a link, weights that do nothing, mixed-up splits."""
     monkeypatch.chdir(tmp_path)
     for name, body in {"d/a.JSONL": '{"text": "To\u2028be", "title": "x"}\n{"text": " "}\n{"text": "or"}\n',
+                       "d/z.ndjson": '{"text": "last"}\n',
                        "d/sub/b.json": '[{"text": "not"}, {"text": "to"}]', "d/no.md": "no", "d/.git/z.txt": "no",
                        "c.txt": "c" * 90 + "C" * 10, "d.json": '{"text": "' + "d" * 900 + "D" * 100 + '"}'}.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(body)
     Path("d/c.json").symlink_to("sub/b.json")
-    assert data.read("d").text.split(data.BORDER) == ["To\u2028be", "or", "not", "to"]
+    assert data.read("d").text.split(data.BORDER) == ["To\u2028be", "or", "not", "to", "last"]
     corpus, byte = data.read("c.txt:1,d.json:3"), data.make_tokenizer("byte", "")
     train, val = (byte.decode(ids[:]) for ids in corpus.splits(byte, 4))
     assert train == "c" * 300 + "d" * 900 and val == "C" * 10 + "D" * 30            # 1 : 3, both of them
@@ -1086,7 +1087,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: open("/gone"))           # an OSError, as without network
     for name, body in {"empty": b"\n\n", "latin": b"\xef\xbb\xbf ab\xe9t\xe9", "a.jsonl": b'{"text": "a"}\n{"b": 1}',
-                       "b.json": b'{"text": 1}', "c.txt.gz": b"\x1f\x8b\x08", "tok/train.bin": b"\1\0" * 20,
+                       "b.json": b'{"text": 1}', "deep.jsonl": b"[" * 100_000, "c.txt.gz": b"\x1f\x8b\x08", "tok/train.bin": b"\1\0" * 20,
                        "tok/val.bin": b"\1\1\0\0" * 5, "odd/train.bin": b"\1\0\1", "name/medieval.bin": b"\1\0" * 9,
                        "wide/val.bin": np.arange(999, dtype="<u4").tobytes(),
                        "cut/val.bin": LLM_C + b"\1\0" * 299}.items():
@@ -1097,6 +1098,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch):
             (data.read, ["gone"], "No such file"), (data.read, ["empty"], "no text"),
             (data.read, ["c.txt.gz"], "gunzip"), (data.read, ["latin"], "byte 0xe9 in position"),
             (data.read, ["a.jsonl"], "a.jsonl.*KeyError"), (data.read, ["b.json"], '"text" is a string'),
+            (data.read, ["deep.jsonl"], "deep.jsonl: RecursionError"),
             (data.read, ["tok:0,tok:1"], "weight"),
             *((data.read, [name], "train.bin|val.bin.*four bytes") for name in ("odd", "wide", "cut")),
             (data.read, ["name"], "medieval.bin.*rename"),
@@ -1503,6 +1505,23 @@ def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
     assert floor(model) == [0.1] and kept == pytest.approx(found["surprise"].mean((0, 1)).tolist())
     monkeypatch.setattr(eval, "COLLAPSED", 1.0)
     assert eval.main(probe) == 0 and "is idle" in capsys.readouterr().out
+
+
+def test_a_folder_of_texts_may_hold_runs(text, tmp_path, monkeypatch, capsys):
+    """Catches settings, samples and older runs that are read as texts. A run may lie beside the texts, too."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text(text.read_text())
+    Path("sub/killed").mkdir(parents=True)
+    for name in "log.csv", "config.json":
+        Path("sub/killed", name).write_text("{}")
+    sha256 = data.read(tmp_path).sha256
+    for out in "runs/out", ".":
+        assert go(".", out, "--steps", 1) == go(".", out, "--steps", 1, "--seed", 2) == 0
+        Path("runs/out/sample.txt").write_text("to be a sample")
+        assert train.main(["--resume", "--device", "cpu", "--steps", "2", "--out", out]) == 0
+        assert saved(out)["step"] == 2 and saved(out)["data"]["sha256"] == sha256
+    assert eval.main("--stream 0 --device cpu --ckpt runs/out".split()) == 0
+    assert "left out runs in .: config.json/ old-1/ runs/out/" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("logger", train.LOGGERS)
