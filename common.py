@@ -270,9 +270,11 @@ def save(figure, path):
 def curve(out, name):
     """Return the steps and the values of a column of OUT/log.csv."""
     try:
-        rows = list(csv.DictReader(Path(out, "log.csv").open()))
-        return list(zip(*((int(row["step"]), float(row[name])) for row in rows if row.get(name))))
-    except (OSError, KeyError, ValueError) as fault:
+        rows = [(int(row["step"]), row.get(name)) for row in csv.DictReader(Path(out, "log.csv").open())]
+        if not rows:
+            raise ValueError("it has no step yet")
+        return list(zip(*((step, float(value)) for step, value in rows if value)))
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as fault:
         raise UserError(f"cannot read {Path(out, 'log.csv')}: {fault}; give --plot folders of runs") from None
 
 
@@ -282,7 +284,7 @@ def plot(folders):
     columns = dict(loss=", training", val=", validation")
     lines = {out + name: curve(out, column) for out in folders for column, name in columns.items()}
     lines = {label: line for label, line in lines.items() if line}
-    picture(lines and Path(folders[0], "curves.png"), lines, "step", "loss [nats/token]")
+    picture(Path(folders[0], "curves.png"), lines, "step", "loss [nats/token]")
 
 
 # ---- the device

@@ -1507,6 +1507,21 @@ def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
     assert eval.main(probe) == 0 and "is idle" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("damage", [lambda whole: whole + b"\0\0", lambda whole: whole.replace(b",", b";"),
+                                    lambda whole: whole + b"\xff\n", lambda whole: whole + b"\n5\n,\n"])
+def test_a_damaged_log_moves_aside(damage, copy, text, capsys):
+    """The checkpoint is good: --resume goes on, and says what became of the log. A plot tells it in a line."""
+    log = copy / "log.csv"
+    for n, last in (1, 11), (2, 12):
+        log.write_bytes(damaged := damage(log.read_bytes()))
+        assert "log.csv" in refused(capsys, train.main, "--plot", copy)
+        assert train.main(f"--resume --out {copy} --steps {last} --device cpu".split()) == 0
+        assert f"log.csv was damaged; it is now {log}.damaged-{n}, " in capsys.readouterr().out
+        assert Path(f"{log}.damaged-{n}").read_bytes() == damaged and rows(copy, "step") == [(str(last),)]
+    log.write_text(log.read_text().partition("\n")[0] + "\n")
+    assert "no step yet" in refused(capsys, train.main, "--plot", copy)
+
+
 def test_a_folder_of_texts_may_hold_runs(text, tmp_path, monkeypatch, capsys):
     """Catches settings, samples and older runs that are read as texts. A run may lie beside the texts, too."""
     monkeypatch.chdir(tmp_path)

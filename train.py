@@ -369,21 +369,35 @@ def train(model, optimizers, run, task):
 COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"]              # of log.csv, before the task's
 
 
+def unused(path):
+    """Return the first of path-1, path-2, .. that does not exist."""
+    return next(p for n in count(1) if not (p := Path(f"{path}-{n}")).exists())
+
+
+def logged_before(log, step):
+    """Return the rows of log.csv up to a step. A file that a power cut or a spreadsheet has damaged moves aside."""
+    try:
+        return [row for row in csv.DictReader(log.open()) if int(row["step"]) <= step] if log.exists() else []
+    except (csv.Error, KeyError, TypeError, ValueError):
+        log.rename(aside := unused(f"{log}.damaged"))
+        say(f"{log} was damaged; it is now {aside}, and a new one begins after step {step}")
+        return []
+
+
 def open_logs(out, run, columns):
     """Prepare OUT for the steps after run["step"] -> functions that log a row. An earlier run moves to OUT/old-N."""
     left = [p for name in ("ckpt.pt", "best.pt", "log.csv", "config.json", "events.out.*") for p in out.glob(name)]
     if left and run["step"] == 0:
-        old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
-        old.mkdir()
+        (old := unused(out / "old")).mkdir()
         for path in left:
             path.rename(old / path.name)
         say(f"an earlier run lay in {out}; it is now in {old}")
     log, tc = out / "log.csv", run["train"]
-    rows = list(csv.DictReader(log.open())) if log.exists() else []
+    rows = logged_before(log, run["step"])
     with replacing(log) as temporary, temporary.open("w") as file:
         table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         table.writeheader()                                   # what a killed run logged but did not save is left out:
-        table.writerows(row for row in rows if int(row["step"]) <= run["step"])
+        table.writerows(rows)
     (out / "config.json").write_text(json.dumps({key: run[key] for key in ("train", "config", "data")}, indent=1))
     logs = [csv.DictWriter(log.open("a", buffering=1), columns, lineterminator="\n").writerow]
     if tc["log_to"] == "wandb":
