@@ -147,7 +147,7 @@ def add_tasks(parser, tasks, plot, **how):
     group = parser.add_subparsers(dest="task", metavar="TASK", required=True, prog=parser.prog)
     for name, run in tasks.items():
         task = group.add_parser(name, help=run.__doc__.partition(".")[0], description=run.__doc__)
-        task.set_defaults(run=run, plot=None)
+        task.set_defaults(run=run, plot=None, program=parser.prog)
         task.add_argument("--json", metavar="FILE", help="keep the results there")
         if name in plot:
             task.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE", help=f"draw them [{name}.png]")
@@ -164,10 +164,16 @@ def run_task(parse, argv):
     """Run the task that the flags name on their device, keep what it returns with --json. Return the exit code."""
     def run():
         args = parse(argv)
-        check_files(args.plot, args.json)
+
+        def ours(path):                                       # a campaign does not say it, but looks closer
+            return json.loads(path.read_text()).get("program", "recall.py") == args.program
+        check_picture(args.plot)
+        check_output(args.json, ours)
         results = args.run(args, setup(args.device, args.threads))
         if args.json and results:
-            Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+            with replacing(Path(args.json)) as temporary:
+                temporary.write_text(json.dumps(dict(program=args.program) | results, indent=1) + "\n")
+
     return exit_code(run)
 
 
@@ -196,12 +202,30 @@ def save_file(path, tree):
         raise Halt(f"cannot write {path} ({fault}); disk full? {before}") from None
 
 
-def check_files(plot, file):
-    """Raise UserError where a picture or another file cannot be made; called before the work begins."""
-    need("matplotlib", plot)
-    for path in map(Path, filter(None, (plot, file))):
-        if path.is_dir() or not os.access(path if path.exists() else f"{path.parent}/", os.W_OK):
-            raise UserError(f"cannot write {path}; give another file, or make its folder")
+def check_output(path, ours):
+    """Raise UserError where a file cannot be made, or would replace one that ours(path) does not know as its own, or
+    fails to read. Called before the work begins."""
+    if not path:
+        return
+    exists = (path := Path(path)).exists()
+    if exists != path.is_file() or not os.access(path if exists else f"{path.parent}/", os.W_OK):
+        raise UserError(f"cannot write {path}; give another file, or make its folder")
+    with suppress(Exception):                                 # its type depends on what the file is
+        if not exists or ours(path):
+            return
+    raise UserError(f"{path} was not written by this program, and would be lost; give another file")
+
+
+def check_picture(path):
+    """Raise UserError where `picture` cannot draw."""
+    need("matplotlib", path)
+    if path and Path(path).suffix != ".png":
+        raise UserError(f"--plot {path}: a picture is a .png; give such a name")
+    check_output(path, drawn)
+
+
+def drawn(path):
+    return b"Matplotlib" in path.read_bytes()
 
 
 @contextmanager
@@ -280,11 +304,11 @@ def curve(out, name):
 
 def plot(folders):
     """Draw the losses of runs over their steps."""
-    need("matplotlib")
     columns = dict(loss=", training", val=", validation")
     lines = {out + name: curve(out, column) for out in folders for column, name in columns.items()}
     lines = {label: line for label, line in lines.items() if line}
-    picture(Path(folders[0], "curves.png"), lines, "step", "loss [nats/token]")
+    check_picture(path := Path(folders[0], "curves.png"))
+    picture(path, lines, "step", "loss [nats/token]")
 
 
 # ---- the device

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, curve, exit_code, flag, need, opt, picture, say
+from common import Parser, UserError, add_flags, check_picture, curve, exit_code, flag, opt, picture, say
 from data import BORDER, split
 from models import PRESETS, Config, Memory
 
@@ -69,7 +69,7 @@ def settings(given, old=None):
     tc, config = made_of(Settings), made_of(Config)
     if tc.modulus % 2 == 0 or tc.seq_len <= 5 and not tc.grok:
         raise UserError("--modulus is odd, and --seq-len of episodes above 5")
-    need("matplotlib", tc.plot)
+    check_picture(tc.plot and f"{tc.out}/curves.png")
     return tc, config
 
 

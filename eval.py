@@ -235,7 +235,7 @@ def probe_task(args, device):
             say(f"warning: layer {i}: its memory is idle: writes move its output by {at['share']:.3f}, the gate "
                 f"moves by {moves:.3f}; train with a narrower --attn-window, --memory-floor or --polarise")
     picture(args.plot, lines, "tokens before", "mean of all heads and 16 tokens")
-    return kept
+    return dict(layers=kept)
 
 
 # ---- the rule by itself
@@ -333,7 +333,7 @@ def mixing_task(args, device):
         figure.axes[0].set(ylabel="token t")
         figure.colorbar(shown, ax=figure.axes, label="weight", shrink=0.8)
         save(figure, args.plot)
-    return P.tolist()
+    return dict(P=P.tolist())
 
 
 TASKS = dict(loss=loss_task, twice=twice_task, probe=probe_task, online=online_task, capacity=capacity_task,

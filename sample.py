@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from common import Parser, UserError, add_device, add_number, check_files, exit_code, save_file, say, setup
+from common import Parser, UserError, add_device, add_number, check_output, exit_code, save_file, say, setup
 from data import continue_text, encode_prompt
 from train import load_checkpoint, rebuild
 
@@ -50,9 +50,7 @@ def speak(args):
     """Print the prompt and what the model writes after it."""
     if args.save_state and (args.num > 1 or args.stop):
         raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
-    check_files(None, args.save_state)
-    if args.save_state and Path(args.save_state).exists():    # best.pt is not lost to a slip
-        load_state(args.save_state)
+    check_output(args.save_state, load_state)
     raw = sys.stdin.buffer.read() if args.prompt == "-" else args.prompt.encode(errors="surrogateescape")
     try:
         prompt = raw.decode("utf-8-sig")                      # line ends as they are

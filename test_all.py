@@ -1418,12 +1418,12 @@ MISTAKES = [                                                  # program, flags, 
     (train, "--data words --seq-len 400", "short"), (train, "--muon False", "False"),
     (train, "--data words --out words", "--out words"), (train, "--repeats 0.5 --seq-len 16", "--seq-len"),
     (sample, "--ckpt run --load-state words", "words"), (sample, "--prompt - --save-state gone/x", "gone/x"),
-    (sample, "--prompt - --save-state run/best.pt", "run/best.pt is no"), (sample, "--top-p 1.1", "--top-p"),
+    (sample, "--prompt - --save-state run/best.pt", "run/best.pt was not"), (sample, "--top-p 1.1", "--top-p"),
     (sample, "--prompt -", "UTF-8"), (sample, "--ckpt run --device cpu --prompt \u00e9", "\u00e9"),
     (eval, "--ckpt gone", "gone"), (eval, "capacity --json run", "run"), (eval, "", "TASK"),
     (eval, "probe --ckpt run --no-write", "--no-write"), (recall, "mqar --window 0", "--window"),
     (recall, "mqar --pairs 1 7", "vocab=16"), (recall, "mqar --model gpt", "transformer"), (recall, "mar", "mqar"),
-    (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mqar --json words", "no results"),
+    (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mqar --json words", "words was not"),
     (bench, "rule --json gone/x", "gone"), (episodic, "--stablemax", "grok")]
 
 
@@ -1435,6 +1435,28 @@ def test_a_mistake_is_one_line_that_names_it(module, argv, word, trained, text, 
     Path("run").symlink_to(trained)
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(b"to \xff")))
     assert word in refused(capsys, module.main, *argv.split()) and len(os.listdir()) == 2
+
+
+def test_no_program_writes_over_what_it_did_not_write(copy, capsys, monkeypatch):
+    """Catches a checkpoint, text, photograph or hours of training lost to a slip. Its own a program does replace."""
+    monkeypatch.chdir(copy)
+    Path("photo.png").write_bytes(b"\x89PNG")
+    Path("curves.png").symlink_to("photo.png")
+    for name, body in ("keep.txt", "keep"), ("other.json", '{"name": "x"}'), ("list.json", "[]"), ("mine/lock", "keep"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(body)
+    assert eval.main("mixing --json m.json --plot m.png".split()) == 0
+    before = contents(copy)
+    assert eval.main("mixing --json m.json --plot m.png".split()) == 0 and contents(copy) == before
+    for module, argv, word in [
+            *((program, f"{task} --device cpu --json {file}", file) for file in ("best.pt", "other.json", "list.json")
+              for program, task in ((eval, "mixing"), (bench, "rule --length 8"), (recall, "mqar"))),
+            (recall, "mqar --json m.json", "m.json was not"), (bench, "peers --json m.json", "m.json was not"),
+            (eval, "mixing --json /dev/null", "/dev/null"), (eval, "mixing --plot keep.txt", ".png"),
+            (eval, "mixing --plot keep", ".png"), (eval, "mixing --plot photo.png", "photo.png"),
+            (train, "--plot .", "curves.png"), (episodic, "--plot --out . --device cpu --data keep.txt", "curves.png"),
+            (sample, "--ckpt . --save-state keep.txt", "keep.txt"), (train, "--out mine --data pydoc", "mine/lock")]:
+        assert word in refused(capsys, module.main, *argv.split()) and contents(copy) == before, argv
 
 
 def test_resume_refuses_what_would_change_the_run(copy, text, tmp_path, capsys):
@@ -1501,7 +1523,7 @@ def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
     assert eval.main(probe) == 0
     model, tokenizer = train.rebuild(train.load_checkpoint(tmp_path))
     [found] = eval.probe(model, torch.as_tensor(tokenizer.encode(text.read_text())[2700:2720])[None])
-    kept = json.loads((tmp_path / "p.json").read_text())[0]["surprise"]
+    kept = json.loads((tmp_path / "p.json").read_text())["layers"][0]["surprise"]
     assert floor(model) == [0.1] and kept == pytest.approx(found["surprise"].mean((0, 1)).tolist())
     monkeypatch.setattr(eval, "COLLAPSED", 1.0)
     assert eval.main(probe) == 0 and "is idle" in capsys.readouterr().out
@@ -2171,7 +2193,7 @@ def test_commands(monkeypatch, capsys):
     monkeypatch.setattr(train, "launch", lambda given, read=train.settings, *_, **how: read(given) and None)
     monkeypatch.setattr(recall, "campaign", lambda args, *_, **how: {
         name: dict(text=[1.0 * len(recall.variant(name, args))]) for name in args.model})
-    for owner in "data.make_files sample.speak train.plot common.need episodic.need".split():
+    for owner in "data.make_files sample.speak train.plot common.need episodic.check_picture".split():
         monkeypatch.setattr(owner, lambda *_: None)
     idle = lambda *_: None
     idle.__doc__ = "Do nothing."
