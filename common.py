@@ -34,19 +34,20 @@ def say(text, end="\n", flush=True):
 
 @contextmanager
 def noted_signals(promise, alone=True):
-    """Yield a list to which Ctrl-C, SIGTERM and SIGHUP are added; a second of the first two stops at once, if alone."""
-    noted, hangup = [], getattr(signal, "SIGHUP", signal.SIGTERM)         # Windows has none
+    """Yield a list to which Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 (of Slurm) are added; a second of the first two stops at
+    once, if alone."""
+    noted, patient = [], {getattr(signal, name, signal.SIGTERM) for name in ("SIGHUP", "SIGUSR1")}  # none on Windows
 
     def note(number, frame):
         # torchrun passes on a Ctrl-C that all have had already; a closed terminal hangs up twice, and sends SIGTERM
-        if alone and number != hangup and {*noted} - {hangup}:
+        if alone and number not in patient and {*noted} - patient:
             raise KeyboardInterrupt(number)
         noted.append(number)
         with suppress(OSError):                               # the same Ctrl-C may have ended `2>&1 | tee log`
             os.write(2, f"\n{promise}; once more stops at once\n".encode())
     with ExitStack() as restore:                              # Python takes handlers in the main thread only
-        for number in {signal.SIGINT, signal.SIGTERM, hangup} if current_thread() is main_thread() else ():
-            if number != hangup or signal.getsignal(number) != signal.SIG_IGN:         # nohup ignores it
+        for number in {signal.SIGINT, signal.SIGTERM, *patient} if current_thread() is main_thread() else ():
+            if number not in patient or signal.getsignal(number) != signal.SIG_IGN:    # nohup ignores one
                 restore.callback(signal.signal, number, signal.signal(number, note))
         yield noted
 
@@ -193,13 +194,14 @@ def replacing(path):
 
 
 def save_file(path, tree):
-    """Save with torch.save. Raises Halt where the file cannot be written, and the one from before stays."""
+    """Save with torch.save. Raises Halt where the file cannot be written, naming those that are intact."""
     try:
         with replacing(path) as temporary:
             torch.save(tree, temporary)
     except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
-        before = "the file saved before is intact" if path.exists() else "none was saved before"
-        raise Halt(f"cannot write {path} ({fault}); disk full? {before}") from None
+        intact = [name for name in sorted({"best.pt", "ckpt.pt", path.name}) if path.with_name(name).exists()]
+        good = f"intact: {', '.join(intact)}; a run goes on by --resume" if intact else "none was saved before"
+        raise Halt(f"cannot write {path} ({fault}); disk full? {good}") from None
 
 
 def check_output(path, ours):
@@ -231,18 +233,26 @@ def drawn(path):
 @contextmanager
 def locked(folder):
     """Make a folder and hold it for this process. Raises UserError where another process holds it, or where no file
-    can be written. The kernel frees the lock of a killed process."""
+    can be written. The kernel frees the lock of a killed process; what that left half written is removed. So is at the
+    end, as after a mistake, a folder that was made here and is empty."""
+    made = [f for f in (folder, *folder.parents) if not f.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (lock := folder / "lock").open("a+")
+        file = (lock := folder / "lock").open("a+", errors="replace")
     except OSError as fault:
         raise UserError(f"cannot write in --out {folder} ({fault.strerror}); give another folder") from None
     with file:
+        file.seek(0)
+        if not (holder := file.read() or "process ").startswith("process "):
+            raise UserError(f"{lock} is no lock, and would be lost; give another --out")
         try:
             import fcntl
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in "ckpt.pt", "best.pt", "log.csv", "train.bin", "val.bin":
+                for left in folder.glob(f"{name}.*.tmp"):
+                    left.unlink()
         except BlockingIOError:
-            raise UserError(f"--out {folder} is in use by {lock.read_text()}; give another, or end that run") from None
+            raise UserError(f"--out {folder} is in use by {holder}; give another, or end that run") from None
         except (ImportError, OSError):                        # Windows and some network disks have no such lock
             pass
         lock.write_text(f"process {os.getpid()} on {platform.node()}")
@@ -250,6 +260,9 @@ def locked(folder):
             yield
         finally:
             lock.unlink(missing_ok=True)
+            with suppress(OSError):                           # not empty
+                for empty in made:
+                    empty.rmdir()
 
 
 def need(package, wanted=True):

@@ -1440,14 +1440,17 @@ def test_a_mistake_is_one_line_that_names_it(module, argv, word, trained, text, 
 def test_no_program_writes_over_what_it_did_not_write(copy, capsys, monkeypatch):
     """Catches a checkpoint, text, photograph or hours of training lost to a slip. Its own a program does replace."""
     monkeypatch.chdir(copy)
+    monkeypatch.setattr(common, "need", lambda *_: None)      # matplotlib
     Path("photo.png").write_bytes(b"\x89PNG")
+    Path("mine.png").write_bytes(b"Software Matplotlib")
     Path("curves.png").symlink_to("photo.png")
     for name, body in ("keep.txt", "keep"), ("other.json", '{"name": "x"}'), ("list.json", "[]"), ("mine/lock", "keep"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(body)
-    assert eval.main("mixing --json m.json --plot m.png".split()) == 0
+    assert eval.main("mixing --json m.json".split()) == 0
     before = contents(copy)
-    assert eval.main("mixing --json m.json --plot m.png".split()) == 0 and contents(copy) == before
+    assert eval.main("mixing --json m.json".split()) == 0 and contents(copy) == before
+    common.check_picture("mine.png")
     for module, argv, word in [
             *((program, f"{task} --device cpu --json {file}", file) for file in ("best.pt", "other.json", "list.json")
               for program, task in ((eval, "mixing"), (bench, "rule --length 8"), (recall, "mqar"))),
@@ -1510,6 +1513,35 @@ def test_one_folder_one_run(copy, text, capsys):
     assert go(text, copy, "--steps", 1) == 0 and not (copy / "lock").exists()
 
 
+def test_a_checkpoint_is_read_only_when_the_folder_is_held(copy, monkeypatch, capsys):
+    """Catches a run that goes on from where another was, over the files of that, which has finished meanwhile."""
+    held, real = [], train.load_checkpoint
+    monkeypatch.setattr(train, "load_checkpoint", lambda path, *how: held.append((copy / "lock").exists())
+                        or real(path, *how))
+    for name in "ckpt.pt.7.tmp", "best.pt.77.tmp", "notes.tmp":
+        (copy / name).write_text("half")                      # of a killed process, and the user's
+    assert train.main(f"--resume --device cpu --out {copy}".split()) == 0 and held == [True]
+    assert {*os.listdir(copy)} == {"ckpt.pt", "best.pt", "config.json", "log.csv", "notes.tmp"}
+    assert "ckpt.pt" in refused(capsys, train.main, "--resume", "--out", copy / "a/b") and not (copy / "a").exists()
+
+
+def test_a_full_disk_leaves_what_resume_goes_on_from(text, tmp_path, monkeypatch, capsys):
+    """Catches a line that tells of no checkpoint where best.pt is good, and a --resume that does not see it."""
+    real = torch.save
+
+    def save(tree, path):
+        if path.name.startswith("ckpt.pt"):
+            raise OSError(28, "No space left on device")
+        real(tree, path)
+    monkeypatch.setattr(torch, "save", save)
+    argv = [*NET, *RUN, "--data", text, "--out", tmp_path, "--steps", 8]
+    said = refused(capsys, train.main, *argv, code=1)
+    assert "ckpt.pt" in said and "intact: best.pt" in said and "--resume" in said
+    monkeypatch.setattr(torch, "save", real)
+    assert train.main(["--resume", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert "best.pt, step 4" in capsys.readouterr().out and saved(tmp_path)["step"] == 8
+
+
 def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
     """Catches: a floor that does not hold at each step, or that eval.py does not load; a probe of another text."""
     floors = []
@@ -1536,12 +1568,14 @@ def test_a_damaged_log_moves_aside(damage, copy, text, capsys):
     log = copy / "log.csv"
     for n, last in (1, 11), (2, 12):
         log.write_bytes(damaged := damage(log.read_bytes()))
-        assert "log.csv" in refused(capsys, train.main, "--plot", copy)
+        with pytest.raises(common.UserError, match="log.csv"):
+            common.curve(copy, "loss")
         assert train.main(f"--resume --out {copy} --steps {last} --device cpu".split()) == 0
         assert f"log.csv was damaged; it is now {log}.damaged-{n}, " in capsys.readouterr().out
         assert Path(f"{log}.damaged-{n}").read_bytes() == damaged and rows(copy, "step") == [(str(last),)]
     log.write_text(log.read_text().partition("\n")[0] + "\n")
-    assert "no step yet" in refused(capsys, train.main, "--plot", copy)
+    with pytest.raises(common.UserError, match="no step yet"):
+        common.plot([str(copy)])
 
 
 def test_a_folder_of_texts_may_hold_runs(text, tmp_path, monkeypatch, capsys):
@@ -1603,7 +1637,7 @@ def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("numbers, code, step", [
-    ([2], 130, 6), ([2, 2], 130, 4), ([15], 143, 6), ([1, 15], 129, 6)])
+    ([2], 130, 6), ([2, 2], 130, 4), ([15], 143, 6), ([1, 15], 129, 6), ([10, 10, 15], 138, 6)])
 def test_one_signal_finishes_the_step_and_two_stop_at_once(numbers, code, step, text, tmp_path, monkeypatch):
     """Catches a step lost to Ctrl-C, `2>&1 | tee` or a closed terminal."""
     before = signal.getsignal(signal.SIGINT)
@@ -1784,7 +1818,7 @@ def test_a_run_that_is_too_large_makes_itself_smaller(text, tmp_path, monkeypatc
     again = "--resume", "--out", tmp_path / "a", "--steps", 3, "--device", "cpu"
     assert "--batch-size" in refused(capsys, train.main, *again, code=1) and saved(tmp_path / "a")["step"] == 2
     argv = [*NET, *RUN, "--data", text, "--out", tmp_path / "c"]
-    assert "--remat" in refused(capsys, train.main, *argv, code=1) and not os.listdir(tmp_path / "c")
+    assert "--remat" in refused(capsys, train.main, *argv, code=1) and not (tmp_path / "c").exists()
 
 
 # ---- sampling

@@ -492,18 +492,28 @@ def rehearse(model, task):
         torch.cuda.empty_cache()
 
 
-def launch(given, settings=settings, make_task=Text, text=True):
-    """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
+def launch(given, *how, text=True):
+    """Make a run, from its flags to its last line, in a folder that is its own. Return the exit code."""
     if not 0 <= RANK < PROCESSES or PROCESSES > 1 and not (text and "MASTER_PORT" in os.environ):
         raise UserError("RANK and WORLD_SIZE are set: only torchrun sets these, and only for train.py; unset them")
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
-    resume = given.get("resume")
-    source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
+    out = Path(given.get("out", TrainConfig.out))
+    with nullcontext() if RANK else locked(out):              # before a checkpoint is read: another run may write it
+        return launched(given, out, *how, text=text)
+
+
+def launched(given, out, settings=settings, make_task=Text, text=True):
+    """Do what `launch` says. make_task(tc, device, dtype, old) -> Task."""
+    resume, source = given.get("resume"), given.get("init")
+    if resume:                                                # a disk may have been full after best.pt
+        source = last if (last := out / "ckpt.pt").exists() else out
     old = load_checkpoint(source, text) if source else None
     tc, config = settings(given, old)
     if resume and old["step"] >= tc.steps:
         return say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
+    if resume:
+        say(f"going on from {old['path']}, step {old['step']}")
     need(tc.log_to, tc.log_to in LOGGERS)
     device = setup(tc.device, tc.threads)
     if PROCESSES > 1:
@@ -530,15 +540,14 @@ def launch(given, settings=settings, make_task=Text, text=True):
     optimizers = task.optimizers(model)
     for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
         optimizer.load_state_dict(state)
-    with nullcontext() if RANK else locked(Path(tc.out)):
-        rehearse(model, task)
-        run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
-        stopped = train(model, optimizers, run, task)
-        if PROCESSES > 1:
-            dist.barrier()                                    # torchrun ends all when one ends: not before 0 has saved
-            dist.destroy_process_group()
-        if not (RANK or stopped):
-            task.finish(model, run)
+    rehearse(model, task)
+    run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
+    stopped = train(model, optimizers, run, task)
+    if PROCESSES > 1:
+        dist.barrier()                                        # torchrun ends all when one ends: not before 0 has saved
+        dist.destroy_process_group()
+    if not (RANK or stopped):
+        task.finish(model, run)
     return 128 + stopped if stopped else 0
 
 
