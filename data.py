@@ -25,6 +25,7 @@ from common import Parser, UserError, exit_code, locked, replacing, say
 SHAKESPEARE = Path(__file__).resolve().parent / "data" / "shakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+PYDOC = "pydoc (not tiny Shakespeare: not comparable with README)"     # beside each loss that is told at an end
 TOKENIZERS = ("char", "byte", "gpt2")
 END = b"<|endoftext|>"                                  # GPT-2's last token; it stands between documents
 JSON = ".json", ".jsonl", ".ndjson"                      # the last two have a document a line
@@ -126,7 +127,7 @@ def texts(name):
     """Return what is really read for a name, and its documents, each but the first with a BORDER before it."""
     if name == "pydoc" or name == "shakespeare" and not _shakespeare():
         from pydoc_data.topics import topics
-        return "pydoc", ["\n".join(topics[topic] for topic in sorted(topics))]
+        return PYDOC, ["\n".join(topics[topic] for topic in sorted(topics))]
     return str(name), _documents(SHAKESPEARE if name == "shakespeare" else Path(name))
 
 
@@ -255,16 +256,17 @@ def encode_prompt(tokenizer, prompt):
 
 def continue_text(model, tokenizer, ids, n, end, **how):
     """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate. The list
-    `end` becomes the state and, in a list, the id that it has not read: the last."""
-    feed, last = tokenizer.stream(), []
+    `end` becomes a state and the ids that it has not read: of the whole text the last, and before that all."""
+    feed, unread = tokenizer.stream(), [*ids]
+    end[:] = how.get("state"), unread
     tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
 
     def drawn():
         state = yield from model.generate(tokens, n, **how)
-        end[:] = state, last
+        end[:] = state, unread[-1:] if n else []
     for token in drawn():
-        last = token.tolist()
-        yield feed(last)
+        unread += token.tolist()
+        yield feed(token)
     yield feed(final=True)
 
 

@@ -87,7 +87,7 @@ class Watched(train.Task):
     """Say and draw at the end what was measured."""
 
     def finish(self, model, run):
-        say("done: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a))
+        say(f"done on {self.data['used']}: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a))
         if self.tc.plot:
             lines = {c.replace("_", " "): curve(self.tc.out, c) for c in self.columns}
             picture(f"{self.tc.out}/curves.png", lines, "step", "share")

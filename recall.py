@@ -325,6 +325,7 @@ def ablation_task(args, device):
         pairs = lambda n, g: mqar(2 * args.batch_size, n, n, 64, 64, g)
         return [loss, *score("mqar", args, device, 64, pairs, (2, 4, 8, 16), [16], name, seed)]
     found = campaign(args, trial, ("text", "16 pairs"))
+    say(f"text: {corpus.used}")
     base = torch.tensor(found["atlas"]["text"])
     for name, sign in ABLATION.items():
         more = torch.tensor(found[name]["text"]) - base       # seed by seed

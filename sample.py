@@ -9,13 +9,17 @@
 The texts go to stdout as they are generated, with a line of dashes between two, and all else goes to stderr.
 """
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
-from common import Parser, UserError, add_device, add_number, check_output, exit_code, save_file, say, setup
+from common import (Parser, UserError, add_device, add_number, check_output, exit_code, noted_signals, save_file, say,
+                    setup)
 from data import continue_text, encode_prompt
 from train import load_checkpoint, rebuild
+
+PIECE = 1024                        # tokens that are read at a time, and that Ctrl-C waits for
 
 
 def until(stop, pieces):
@@ -65,15 +69,26 @@ def speak(args):
     print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, state=state,
                generator=torch.Generator(device).manual_seed(args.seed))
-    read, end = ids if args.tokens else ids[:-1], [state, []]  # the next text begins with what is left unread
-    show = say if args.save_state else print                  # whoever saves reads on when `| head` has seen enough
-    for i in range(args.num):
-        show("---------------\n" * (i > 0) + prompt * (args.tokens > 0), end="", flush=True)
-        for piece in until(args.stop, continue_text(model, tokenizer, read, args.tokens, end, **how) if read else ()):
-            show(piece, end="", flush=True)
-        show("\n" * (args.tokens > 0), end="", flush=True)
-    if args.save_state:
-        save_file(Path(args.save_state), [origin, end[0], end[1] or ids[-1:]])
+    left = [] if args.tokens else [ids.pop()]                 # the next text begins with what is left unread
+    end, saving = [state, ids], bool(args.save_state)
+    show = say if saving else print                           # whoever saves reads on when `| head` has seen enough
+    with noted_signals(f"saving {args.save_state}") if saving else nullcontext([]) as noted:
+        while saving and len(ids) > PIECE and not noted:
+            list(continue_text(model, tokenizer, ids[:PIECE], 0, end, **how))
+            ids = ids[PIECE:]
+            how["state"], end[1] = end[0], ids
+        for i in range(args.num):
+            show("---------------\n" * (i > 0) + prompt * (args.tokens > 0), end="", flush=True)
+            text = () if noted or not ids else continue_text(model, tokenizer, ids, args.tokens, end, **how)
+            for piece in until(args.stop, text):
+                show(piece, end="", flush=True)
+                if noted:
+                    break
+            show("\n" * (args.tokens > 0), end="", flush=True)
+    if saving:
+        save_file(Path(args.save_state), [origin, end[0], end[1] + left])
+    if noted:
+        raise KeyboardInterrupt(noted[0])
 
 
 def main(argv=None):

@@ -1057,8 +1057,14 @@ def test_shakespeare(tmp_path, monkeypatch, capsys, served):
         monkeypatch.setattr(urllib.request, "urlopen", None)
         assert corpus.text == "To be" and data.read("shakespeare") == corpus and list(path.parent.iterdir()) == [path]
     else:
-        assert corpus == data.read("pydoc") and corpus.used == "pydoc" and len(corpus.text) > 100_000
+        assert corpus == data.read("pydoc") and len(corpus.text) > 100_000
         assert capsys.readouterr().err.count("\n") == 1 and not path.exists()
+        monkeypatch.setattr(data.Corpus, "splits", lambda *_: (np.arange(500) % 9,) * 2)
+        assert train.main([*NET, *RUN, "--steps", "4", "--out", str(tmp_path / "out")]) == 0
+        assert eval.main(["--stream", "0", "--device", "cpu", "--ckpt", str(tmp_path / "out")]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert sum("not comparable with README" in line for line in lines) == 4    # twice in train.py, once at its end
+        assert any(re.match("done: .*not comparable.* loss", line) for line in lines)
 
 
 def test_files_folders_and_mixes(tmp_path, monkeypatch):
@@ -1874,6 +1880,26 @@ def test_a_text_goes_on_from_a_saved_state(trained, tmp_path, capsys, monkeypatc
     assert sample.main(list(map(str, argv))) == 0
     a, b = (torch.load(path, weights_only=True) for path in (one, two))
     assert a[2] == b[2] and same(tensors(a[1]), tensors(b[1]))
+
+
+@pytest.mark.parametrize("call, tokens", [(2, 0), (2, 12), (9, 12)])
+def test_ctrl_c_saves_what_was_read(call, tokens, trained, tmp_path, capsys, monkeypatch):
+    """Catches a book that is read in vain: what was read and written goes on from the file, and so does the rest."""
+    calls, real, greedy = [], models.LM.forward, ("--temperature", 0)
+    whole = speak(capsys, trained, *greedy, "--prompt", "to be or not to be")
+
+    def forward(*args):
+        calls.append(args)
+        if len(calls) == call:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+    monkeypatch.setattr(models.LM, "forward", forward)
+    monkeypatch.setattr(sample, "PIECE", 4)
+    argv = ["--ckpt", trained, "--device", "cpu", *greedy, "--prompt", "to be or not to be", "--save-state"]
+    assert sample.main([*map(str, argv), str(tmp_path / "read"), "--tokens", str(tokens)]) == 130
+    said = capsys.readouterr().out[:-1] if tokens else "to be or not to be"
+    assert len(calls) == call and len(said) == 18 + max(0, call - 4)
+    assert said + speak(capsys, trained, *greedy, "--load-state", tmp_path / "read", "--tokens", 48 - len(said)) == whole
 
 
 # ---- eval.py
