@@ -142,13 +142,14 @@ def add_device(parser, threads=0):
     add_number(parser, "--threads", 0, threads, "0: torch decides")
 
 
-def add_tasks(parser, tasks, plot, **how):
+def add_tasks(parser, tasks, plot, mark=None, **how):
     """Add a subcommand for each of tasks, {name: function}, --json for all and --plot for those that `plot` names.
-    Return their parsers. how: more arguments of `add_device`."""
+    Return their parsers. mark: what each file of --json has; how: more arguments of `add_device`."""
+    ours = dict(program=parser.prog)
     group = parser.add_subparsers(dest="task", metavar="TASK", required=True, prog=parser.prog)
     for name, run in tasks.items():
         task = group.add_parser(name, help=run.__doc__.partition(".")[0], description=run.__doc__)
-        task.set_defaults(run=run, plot=None, program=parser.prog)
+        task.set_defaults(run=run, plot=None, ours=ours, mark=mark or json.dumps(ours)[1:-1])
         task.add_argument("--json", metavar="FILE", help="keep the results there")
         if name in plot:
             task.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE", help=f"draw them [{name}.png]")
@@ -156,24 +157,21 @@ def add_tasks(parser, tasks, plot, **how):
     return group.choices.values()
 
 
-def chosen(args, cls):
-    """Return the fields of a dataclass that were given as flags."""
-    return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
+def chosen(values, cls):
+    """Return the values that are fields of a dataclass."""
+    return {f.name: values[f.name] for f in fields(cls) if f.name in values}
 
 
 def run_task(parse, argv):
     """Run the task that the flags name on their device, keep what it returns with --json. Return the exit code."""
     def run():
         args = parse(argv)
-
-        def ours(path):                                       # a campaign does not say it, but looks closer
-            return json.loads(path.read_text()).get("program", "recall.py") == args.program
         check_picture(args.plot)
-        check_output(args.json, ours)
+        check_output(args.json, args.mark)
         results = args.run(args, setup(args.device, args.threads))
         if args.json and results:
             with replacing(Path(args.json)) as temporary:
-                temporary.write_text(json.dumps(dict(program=args.program) | results, indent=1) + "\n")
+                temporary.write_text(json.dumps(args.ours | results, indent=1) + "\n")
 
     return exit_code(run)
 
@@ -199,23 +197,20 @@ def save_file(path, tree):
         with replacing(path) as temporary:
             torch.save(tree, temporary)
     except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
-        intact = [name for name in sorted({"best.pt", "ckpt.pt", path.name}) if path.with_name(name).exists()]
-        good = f"intact: {', '.join(intact)}; a run goes on by --resume" if intact else "none was saved before"
-        raise Halt(f"cannot write {path} ({fault}); disk full? {good}") from None
+        intact = ", ".join(sorted(p.name for p in path.parent.glob("*.pt"))) or "none"
+        raise Halt(f"cannot write {path} ({fault}); disk full? make room; intact, for --resume: {intact}") from None
 
 
-def check_output(path, ours):
-    """Raise UserError where a file cannot be made, or would replace one that ours(path) does not know as its own, or
-    fails to read. Called before the work begins."""
+def check_output(path, mark):
+    """Raise UserError where a file cannot be made, or would replace one in which this mark of the program is not.
+    Called before the work begins."""
     if not path:
         return
     exists = (path := Path(path)).exists()
     if exists != path.is_file() or not os.access(path if exists else f"{path.parent}/", os.W_OK):
         raise UserError(f"cannot write {path}; give another file, or make its folder")
-    with suppress(Exception):                                 # its type depends on what the file is
-        if not exists or ours(path):
-            return
-    raise UserError(f"{path} was not written by this program, and would be lost; give another file")
+    if exists and mark.encode() not in path.read_bytes():
+        raise UserError(f"{path} was not written by this program, and would be lost; give another file")
 
 
 def check_picture(path):
@@ -223,19 +218,14 @@ def check_picture(path):
     need("matplotlib", path)
     if path and Path(path).suffix != ".png":
         raise UserError(f"--plot {path}: a picture is a .png; give such a name")
-    check_output(path, drawn)
-
-
-def drawn(path):
-    return b"Matplotlib" in path.read_bytes()
+    check_output(path, "Matplotlib")
 
 
 @contextmanager
 def locked(folder):
     """Make a folder and hold it for this process. Raises UserError where another process holds it, or where no file
     can be written. The kernel frees the lock of a killed process; what that left half written is removed. So is at the
-    end, as after a mistake, a folder that was made here and is empty."""
-    made = [f for f in (folder, *folder.parents) if not f.exists()]
+    end, as after a mistake, an empty folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (lock := folder / "lock").open("a+", errors="replace")
@@ -261,8 +251,7 @@ def locked(folder):
         finally:
             lock.unlink(missing_ok=True)
             with suppress(OSError):                           # not empty
-                for empty in made:
-                    empty.rmdir()
+                os.removedirs(folder)
 
 
 def need(package, wanted=True):
@@ -318,8 +307,7 @@ def curve(out, name):
 def plot(folders):
     """Draw the losses of runs over their steps."""
     columns = dict(loss=", training", val=", validation")
-    lines = {out + name: curve(out, column) for out in folders for column, name in columns.items()}
-    lines = {label: line for label, line in lines.items() if line}
+    lines = {out + name: line for out in folders for column, name in columns.items() if (line := curve(out, column))}
     check_picture(path := Path(folders[0], "curves.png"))
     picture(path, lines, "step", "loss [nats/token]")
 

@@ -14,13 +14,13 @@ unseen text and sums twice: with the state of the storage phase, and with a new 
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, check_picture, curve, exit_code, flag, opt, picture, say
+from common import Parser, UserError, add_flags, check_picture, chosen, curve, exit_code, flag, opt, picture, say
 from data import BORDER, split
 from models import PRESETS, Config, Memory
 
@@ -65,8 +65,7 @@ def settings(given, old=None):
     if old:
         train.keep_to(old, given.keys() - train.FREE - {"plot", "dtype"}, given)
     values |= given
-    made_of = lambda cls: cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-    tc, config = made_of(Settings), made_of(Config)
+    tc, config = (cls(**chosen(values, cls)) for cls in (Settings, Config))
     if tc.modulus % 2 == 0 or tc.seq_len <= 5 and not tc.grok:
         raise UserError("--modulus is odd, and --seq-len of episodes above 5")
     check_picture(tc.plot and f"{tc.out}/curves.png")

@@ -178,7 +178,7 @@ def variant(name, args, **more):
             raise UserError(f"--model {name}: cannot set {key}={value}; give field=value, as muon=False") from None
     steps, lr = given.pop("steps"), given.pop("lr")
     train.TrainConfig(steps=steps, lr=lr)                     # raises UserError
-    return models.configure(preset, **SMALL | chosen(args, models.Config) | more | given), steps, lr
+    return models.configure(preset, **SMALL | chosen(vars(args), models.Config) | more | given), steps, lr
 
 
 def trained(name, seed, args, device, vocab, draw, title):
@@ -341,7 +341,7 @@ SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "
 
 def parse(argv=None):
     parser = Parser(prog="recall.py", description=__doc__, usage="python %(prog)s TASK [flags]")
-    needle, mqar, _, ablation = parsers = add_tasks(parser, TASKS, plot=("needle", "mqar"))
+    needle, mqar, _, ablation = parsers = add_tasks(parser, TASKS, plot=("needle", "mqar"), mark='"records"')
     for task, steps, batch_size in zip(parsers, (1200, 300, 600, 600), (32, 32, 32, 16)):
         if task is not ablation:
             task.add_argument("--model", nargs="+", default=["atlas"], help="presets, changed or not [atlas]")

@@ -9,7 +9,6 @@
 The texts go to stdout as they are generated, with a line of dashes between two, and all else goes to stderr.
 """
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -54,7 +53,9 @@ def speak(args):
     """Print the prompt and what the model writes after it."""
     if args.save_state and (args.num > 1 or args.stop):
         raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
-    check_output(args.save_state, load_state)
+    check_output(args.save_state, "")
+    if args.save_state and Path(args.save_state).exists():    # best.pt is not lost to a slip
+        load_state(args.save_state)
     raw = sys.stdin.buffer.read() if args.prompt == "-" else args.prompt.encode(errors="surrogateescape")
     try:
         prompt = raw.decode("utf-8-sig")                      # line ends as they are
@@ -70,10 +71,10 @@ def speak(args):
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, state=state,
                generator=torch.Generator(device).manual_seed(args.seed))
     left = [] if args.tokens else [ids.pop()]                 # the next text begins with what is left unread
-    end, saving = [state, ids], bool(args.save_state)
-    show = say if saving else print                           # whoever saves reads on when `| head` has seen enough
-    with noted_signals(f"saving {args.save_state}") if saving else nullcontext([]) as noted:
-        while saving and len(ids) > PIECE and not noted:
+    show = say if args.save_state else print                  # whoever saves reads on when `| head` has seen enough
+    end = [state, ids]
+    with noted_signals("stopping here, and saving if so asked") as noted:
+        while len(ids) > PIECE and not noted:
             list(continue_text(model, tokenizer, ids[:PIECE], 0, end, **how))
             ids = ids[PIECE:]
             how["state"], end[1] = end[0], ids
@@ -85,7 +86,7 @@ def speak(args):
                 if noted:
                     break
             show("\n" * (args.tokens > 0), end="", flush=True)
-    if saving:
+    if args.save_state:
         save_file(Path(args.save_state), [origin, end[0], end[1] + left])
     if noted:
         raise KeyboardInterrupt(noted[0])

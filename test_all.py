@@ -1424,7 +1424,7 @@ MISTAKES = [                                                  # program, flags, 
     (train, "--data words --seq-len 400", "short"), (train, "--muon False", "False"),
     (train, "--data words --out words", "--out words"), (train, "--repeats 0.5 --seq-len 16", "--seq-len"),
     (sample, "--ckpt run --load-state words", "words"), (sample, "--prompt - --save-state gone/x", "gone/x"),
-    (sample, "--prompt - --save-state run/best.pt", "run/best.pt was not"), (sample, "--top-p 1.1", "--top-p"),
+    (sample, "--prompt - --save-state run/best.pt", "run/best.pt is no"), (sample, "--top-p 1.1", "--top-p"),
     (sample, "--prompt -", "UTF-8"), (sample, "--ckpt run --device cpu --prompt \u00e9", "\u00e9"),
     (eval, "--ckpt gone", "gone"), (eval, "capacity --json run", "run"), (eval, "", "TASK"),
     (eval, "probe --ckpt run --no-write", "--no-write"), (recall, "mqar --window 0", "--window"),
@@ -1450,7 +1450,7 @@ def test_no_program_writes_over_what_it_did_not_write(copy, capsys, monkeypatch)
     Path("photo.png").write_bytes(b"\x89PNG")
     Path("mine.png").write_bytes(b"Software Matplotlib")
     Path("curves.png").symlink_to("photo.png")
-    for name, body in ("keep.txt", "keep"), ("other.json", '{"name": "x"}'), ("list.json", "[]"), ("mine/lock", "keep"):
+    for name, body in ("keep.txt", "keep"), ("other.json", '{"name": "x"}'), ("list.json", "[]"), ("records.json", '{"records": [0]}'), ("mine/lock", "keep"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(body)
     assert eval.main("mixing --json m.json".split()) == 0
@@ -1460,7 +1460,7 @@ def test_no_program_writes_over_what_it_did_not_write(copy, capsys, monkeypatch)
     for module, argv, word in [
             *((program, f"{task} --device cpu --json {file}", file) for file in ("best.pt", "other.json", "list.json")
               for program, task in ((eval, "mixing"), (bench, "rule --length 8"), (recall, "mqar"))),
-            (recall, "mqar --json m.json", "m.json was not"), (bench, "peers --json m.json", "m.json was not"),
+            (recall, "mqar --json m.json", "m.json was not"), (recall, "mqar --json records.json", "no results"), (bench, "peers --json m.json", "m.json was not"),
             (eval, "mixing --json /dev/null", "/dev/null"), (eval, "mixing --plot keep.txt", ".png"),
             (eval, "mixing --plot keep", ".png"), (eval, "mixing --plot photo.png", "photo.png"),
             (train, "--plot .", "curves.png"), (episodic, "--plot --out . --device cpu --data keep.txt", "curves.png"),
@@ -1542,7 +1542,7 @@ def test_a_full_disk_leaves_what_resume_goes_on_from(text, tmp_path, monkeypatch
     monkeypatch.setattr(torch, "save", save)
     argv = [*NET, *RUN, "--data", text, "--out", tmp_path, "--steps", 8]
     said = refused(capsys, train.main, *argv, code=1)
-    assert "ckpt.pt" in said and "intact: best.pt" in said and "--resume" in said
+    assert "ckpt.pt" in said and "intact, for --resume: best.pt" in said
     monkeypatch.setattr(torch, "save", real)
     assert train.main(["--resume", "--device", "cpu", "--out", str(tmp_path)]) == 0
     assert "best.pt, step 4" in capsys.readouterr().out and saved(tmp_path)["step"] == 8

@@ -16,7 +16,7 @@ import sys
 import time
 from argparse import SUPPRESS
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, locked, native_bfloat16, need,
+from common import (Halt, Parser, UserError, add_flags, autocast, check, chosen, exit_code, flag, locked, native_bfloat16, need,
                     noted_signals, opt, pick_dtype, plot, replacing, save_file, say, setup)
 from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt, make_tokenizer, read,
                   repeated, streams, windows)
@@ -119,8 +119,7 @@ def settings(given, old=None):
     kept = {name: was[name] for name in (was.keys() - LAUNCH if resume else KEPT & was.keys())}
     network = old["config"] if old else sized(given.get("model", TrainConfig.model), size)
     values = TRAIN_SIZES[size] | network | kept | given | {"size": size}
-    made_of = lambda cls: cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-    tc, config = made_of(TrainConfig), made_of(Config)
+    tc, config = (cls(**chosen(values, cls)) for cls in (TrainConfig, Config))
     needs = {"--forget start": config.forget == "zero", "--persistent 0": config.wiring != "lmm" and config.persistent}
     if tc.documents and any(needs.values()):
         raise UserError(f"--documents needs {' and '.join(name for name, lacks in needs.items() if lacks)}")
@@ -166,8 +165,10 @@ class Task:
 
     def inputs(self, model, number):
         """Return what `draw` does, on the device."""
-        pinned = (lambda a: a.pin_memory()) if self.device.type == "cuda" else (lambda a: a)     # else a copy waits
-        return tuple(pinned(a).to(self.device, non_blocking=True) for a in self.draw(number, model.config.period()))
+        drawn = self.draw(number, model.config.period())
+        if self.device.type == "cuda":
+            drawn = [a.pin_memory() for a in drawn]           # else a copy waits
+        return [a.to(self.device, non_blocking=True) for a in drawn]
 
     def loss(self, model, number):
         inputs = self.inputs(model, number)
