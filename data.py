@@ -25,7 +25,6 @@ from common import Parser, UserError, exit_code, locked, replacing, say
 SHAKESPEARE = Path(__file__).resolve().parent / "data" / "shakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-PYDOC = "pydoc (not tiny Shakespeare: not comparable with README)"     # beside each loss that is told at an end
 TOKENIZERS = ("char", "byte", "gpt2")
 END = b"<|endoftext|>"                                  # GPT-2's last token; it stands between documents
 JSON = ".json", ".jsonl", ".ndjson"                      # the last two have a document a line
@@ -127,27 +126,18 @@ def texts(name):
     """Return what is really read for a name, and its documents, each but the first with a BORDER before it."""
     if name == "pydoc" or name == "shakespeare" and not _shakespeare():
         from pydoc_data.topics import topics
-        return PYDOC, ["\n".join(topics[topic] for topic in sorted(topics))]
+        return "pydoc (not tiny Shakespeare: not comparable with README)", ["\n".join(topics[topic] for topic in sorted(topics))]
     return str(name), _documents(SHAKESPEARE if name == "shakespeare" else Path(name))
 
 
 def _files(folder):
     """Return the texts in a folder: each real file once, whatever links to it, and none of runs of train.py."""
     inside = sorted(glob.glob("**", root_dir=folder, recursive=True), reverse=True)       # skips .hidden
-    folders = {*map(os.path.dirname, inside)}
-    # of a run in the folder itself, beside the texts, config.json is left out
-    runs = tuple(f"{f or 'config.json'}{os.sep}" for f in folders if _holds_run(folder / f))
+    runs = tuple(p.removesuffix("ckpt.pt") for p in inside if p.endswith(f"{os.sep}ckpt.pt"))
     if runs:
-        print(f"data: left out runs in {folder}: {' '.join(sorted(runs))}", file=sys.stderr)
-    kept = [f"{folder}/{p}" for p in inside
-            if p.lower().endswith((".txt", *JSON)) and not f"{p}{os.sep}".startswith(runs)]
+        print(f"data: left out the runs in {folder}: {' '.join(runs)}", file=sys.stderr)
+    kept = [f"{folder}/{p}" for p in inside if p.lower().endswith((".txt", *JSON)) and not p.startswith(runs)]
     return sorted({os.path.realpath(p): p for p in kept}.values())
-
-
-def _holds_run(folder):
-    """Tell whether a folder holds a run of train.py, perhaps one that was killed before it saved."""
-    names = {p.name for p in folder.iterdir()}
-    return "ckpt.pt" in names or {"log.csv", "config.json"} <= names
 
 
 def _documents(name):
@@ -185,7 +175,9 @@ def _rows(path):
             rows = json.load(file)
         else:
             rows = [dict(text=file.read().decode("utf-8-sig"))]
-        for row in [rows] if isinstance(rows, dict) else rows:
+        if isinstance(rows, dict):                      # config.json, of a run here or one that has not saved yet
+            rows = [rows] if rows.keys() != {"train", "config", "data"} else []
+        for row in rows:
             row["text"].encode()                        # fails for half of a surrogate pair, as BORDER is
             yield row["text"]
 

@@ -1577,8 +1577,8 @@ def test_a_damaged_log_moves_aside(damage, copy, text, capsys):
         with pytest.raises(common.UserError, match="log.csv"):
             common.curve(copy, "loss")
         assert train.main(f"--resume --out {copy} --steps {last} --device cpu".split()) == 0
-        assert f"log.csv was damaged; it is now {log}.damaged-{n}, " in capsys.readouterr().out
-        assert Path(f"{log}.damaged-{n}").read_bytes() == damaged and rows(copy, "step") == [(str(last),)]
+        assert f"a damaged log.csv lay in {copy}; it is now in {copy}/old-{n}" in capsys.readouterr().out
+        assert (copy / f"old-{n}/log.csv").read_bytes() == damaged and rows(copy, "step") == [(str(last),)]
     log.write_text(log.read_text().partition("\n")[0] + "\n")
     with pytest.raises(common.UserError, match="no step yet"):
         common.plot([str(copy)])
@@ -1588,9 +1588,8 @@ def test_a_folder_of_texts_may_hold_runs(text, tmp_path, monkeypatch, capsys):
     """Catches settings, samples and older runs that are read as texts. A run may lie beside the texts, too."""
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(text.read_text())
-    Path("sub/killed").mkdir(parents=True)
-    for name in "log.csv", "config.json":
-        Path("sub/killed", name).write_text("{}")
+    Path("killed").mkdir()                                    # before it saved
+    Path("killed/config.json").write_text('{"train": {}, "config": {}, "data": {}}')
     sha256 = data.read(tmp_path).sha256
     for out in "runs/out", ".":
         assert go(".", out, "--steps", 1) == go(".", out, "--steps", 1, "--seed", 2) == 0
@@ -1598,7 +1597,7 @@ def test_a_folder_of_texts_may_hold_runs(text, tmp_path, monkeypatch, capsys):
         assert train.main(["--resume", "--device", "cpu", "--steps", "2", "--out", out]) == 0
         assert saved(out)["step"] == 2 and saved(out)["data"]["sha256"] == sha256
     assert eval.main("--stream 0 --device cpu --ckpt runs/out".split()) == 0
-    assert "left out runs in .: config.json/ old-1/ runs/out/" in capsys.readouterr().err
+    assert "left out the runs in .: runs/out/old-1/ runs/out/ old-1/\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("logger", train.LOGGERS)

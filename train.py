@@ -15,7 +15,7 @@ import shlex
 import sys
 import time
 from argparse import SUPPRESS
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
@@ -370,34 +370,23 @@ def train(model, optimizers, run, task):
 COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"]              # of log.csv, before the task's
 
 
-def unused(path):
-    """Return the first of path-1, path-2, .. that does not exist."""
-    return next(p for n in count(1) if not (p := Path(f"{path}-{n}")).exists())
-
-
-def logged_before(log, step):
-    """Return the rows of log.csv up to a step. A file that a power cut or a spreadsheet has damaged moves aside."""
-    try:
-        return [row for row in csv.DictReader(log.open()) if int(row["step"]) <= step] if log.exists() else []
-    except (csv.Error, KeyError, TypeError, ValueError):
-        log.rename(aside := unused(f"{log}.damaged"))
-        say(f"{log} was damaged; it is now {aside}, and a new one begins after step {step}")
-        return []
-
-
 def open_logs(out, run, columns):
-    """Prepare OUT for the steps after run["step"] -> functions that log a row. An earlier run moves to OUT/old-N."""
-    left = [p for name in ("ckpt.pt", "best.pt", "log.csv", "config.json", "events.out.*") for p in out.glob(name)]
-    if left and run["step"] == 0:
-        (old := unused(out / "old")).mkdir()
+    """Prepare OUT for the steps after run["step"] -> functions that log a row. To OUT/old-N moves an earlier run, or a
+    log.csv that a power cut or a spreadsheet has damaged."""
+    step, log, tc, rows = run["step"], out / "log.csv", run["train"], []
+    left = ("log.csv",) if step else ("ckpt.pt", "best.pt", "log.csv", "config.json", "events.out.*")
+    with suppress(csv.Error, KeyError, TypeError, ValueError):
+        if step and log.exists():                             # what a killed run logged but did not save is left out
+            rows, left = [row for row in csv.DictReader(log.open()) if int(row["step"]) <= step], ()
+    if left := [path for name in left for path in out.glob(name)]:
+        old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
+        old.mkdir()
         for path in left:
             path.rename(old / path.name)
-        say(f"an earlier run lay in {out}; it is now in {old}")
-    log, tc = out / "log.csv", run["train"]
-    rows = logged_before(log, run["step"])
+        say(f"{'a damaged log.csv' if step else 'an earlier run'} lay in {out}; it is now in {old}")
     with replacing(log) as temporary, temporary.open("w") as file:
         table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-        table.writeheader()                                   # what a killed run logged but did not save is left out:
+        table.writeheader()
         table.writerows(rows)
     (out / "config.json").write_text(json.dumps({key: run[key] for key in ("train", "config", "data")}, indent=1))
     logs = [csv.DictWriter(log.open("a", buffering=1), columns, lineterminator="\n").writerow]
