@@ -10,7 +10,6 @@ import sys
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import field, fields
 from pathlib import Path
-from threading import current_thread, main_thread
 
 import torch
 
@@ -46,9 +45,10 @@ def noted_signals(promise, alone=True):
         with suppress(OSError):                               # the same Ctrl-C may have ended `2>&1 | tee log`
             os.write(2, f"\n{promise}; once more stops at once\n".encode())
     with ExitStack() as restore:                              # Python takes handlers in the main thread only
-        for number in {signal.SIGINT, signal.SIGTERM, *patient} if current_thread() is main_thread() else ():
-            if number not in patient or signal.getsignal(number) != signal.SIG_IGN:    # nohup ignores one
-                restore.callback(signal.signal, number, signal.signal(number, note))
+        with suppress(ValueError):
+            for number in {signal.SIGINT, signal.SIGTERM, *patient}:
+                if number not in patient or signal.getsignal(number) != signal.SIG_IGN:     # nohup ignores one
+                    restore.callback(signal.signal, number, signal.signal(number, note))
         yield noted
 
 
@@ -116,8 +116,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (--help lists the flags)\n")
 
 
-def add_flags(group, cls, presets, skip=()):
-    """Add a flag for each field of a dataclass. A flag that was not given is absent from the result."""
+def add_flags(parser, title, cls, presets, skip=()):
+    """Add a group of flags, one for each field of a dataclass. One that was not given is absent from the result."""
+    group = parser.add_argument_group(title)
     for f in fields(cls):
         if f.name not in skip:
             how = dict(type=f.type, choices=f.metadata["choices"])

@@ -29,6 +29,7 @@ TOKENIZERS = ("char", "byte", "gpt2")
 END = b"<|endoftext|>"                                  # GPT-2's last token; it stands between documents
 JSON = ".json", ".jsonl", ".ndjson"                      # the last two have a document a line
 BORDER = "\ud800"                                       # half of a surrogate pair, which no UTF-8 text can hold
+PIECE = 1024                                            # tokens of a prompt that are read at a time
 BLOCK = 2**24                                           # characters or ids that are worked on at a time
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"       # its words
 
@@ -152,7 +153,7 @@ def _documents(name):
                     if length % (4 * BLOCK) < len(text):                           # not too often
                         print(f"data: read {length:,} characters, {i} of {len(paths)} files in {name}", file=sys.stderr)
             row = 0
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:                          # its type depends on what the file is
         fault = f"{type(error).__name__} {error}" + f" after row {row}" * (row > 0)
         raise UserError(f"cannot read {path}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), JSON of "
                         'objects whose "text" is a string, or, to train, a mix with weights, a.txt:0.4,b.txt:0.6'
@@ -246,19 +247,20 @@ def encode_prompt(tokenizer, prompt):
     return tokenizer.encode(prompt) if prompt else [tokenizer.tokens.index(b"\n") if b"\n" in tokenizer.tokens else 0]
 
 
-def continue_text(model, tokenizer, ids, n, end, **how):
-    """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate. The list
-    `end` becomes a state and the ids that it has not read: of the whole text the last, and before that all."""
-    feed, unread = tokenizer.stream(), [*ids]
-    end[:] = how.get("state"), unread
-    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
+def continue_text(model, tokenizer, place, n, **how):
+    """Yield what the model writes after a place, piece by piece, n tokens in all; `how` goes to model.generate. A
+    place, [state, list of the ids that it has not read], moves on with the text, so one may stop at any piece."""
+    feed, device = tokenizer.stream(), next(model.parameters()).device
 
-    def drawn():
-        state = yield from model.generate(tokens, n, **how)
-        end[:] = state, unread[-1:] if n else []
-    for token in drawn():
-        unread += token.tolist()
+    def drawn(ids, n):
+        place[0] = yield from model.generate(torch.tensor([ids], device=device), n, state=place[0], **how)
+    while len(place[1]) > PIECE:
+        yield "".join(drawn(place[1][:PIECE], 0))             # nothing
+        place[1] = place[1][PIECE:]
+    for token in drawn(place[1], n):
+        place[1] = place[1] + token.tolist()
         yield feed(token)
+    place[1] = place[1][-1:] if n else []
     yield feed(final=True)
 
 
@@ -360,7 +362,7 @@ def make_files(args):
     """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does. The end of a BLOCK may cut a word."""
     out = Path(args.out)
     with locked(out), replacing(out / "train.bin") as whole:
-        if any((out / file).exists() for file in ("train.bin", "val.bin")):
+        if any(out.glob("*.bin")):
             raise UserError(f"{out} already holds token files; give another --out")
         tokenizer = make_tokenizer(args.tokenizer, "")
         with whole.open("wb") as file:                  # all ids, until val.bin has the last tenth

@@ -241,8 +241,8 @@ class Grok(Watched):
 def main(argv=None):
     parser = Parser(prog="episodic.py", description=__doc__, epilog="In [] is what episodes have.")
     usual = {**USUAL["episodes"], **PRESETS[USUAL["episodes"]["model"]]}
-    add_flags(parser.add_argument_group("the run"), Settings, usual, skip=NO_FLAG)
-    add_flags(parser.add_argument_group("the network"), Config, usual, skip=(*train.NO_FLAG, "polarise"))
+    add_flags(parser, "the run", Settings, usual, skip=NO_FLAG)
+    add_flags(parser, "the network", Config, usual, skip=(*train.NO_FLAG, "polarise"))
     given = vars(parser.parse_args(argv))
     out = USUAL["grok" if given.get("grok") else "episodes"]["out"]
     given = {"out": out, "compile": False, "dtype": "float32", **given}

@@ -349,8 +349,8 @@ def parse(argv=None):
         add_number(task, "--steps", 1, steps, "of training")
         add_number(task, "--batch-size", 1, batch_size, "sequences at a time")
         add_number(task, "--lr", 0.0, 5e-3, "peak learning rate of AdamW")
-        network = task.add_argument_group("the network", "In [] is what atlas has here.")
-        add_flags(network, models.Config, models.PRESETS["atlas"] | SMALL, skip=train.NO_FLAG)
+        presets = models.PRESETS["atlas"] | SMALL
+        add_flags(task, "the network; in [] is what atlas has", models.Config, presets, skip=train.NO_FLAG)
     add_number(needle, "--lengths", 16, [128, 256, 512, 1024, 2048, 4096], "of test texts")
     add_number(needle, "--train-lengths", 16, LENGTHS, "of training texts, in turn")
     add_number(mqar, "--pairs", 1, [4], "in a text")

@@ -9,6 +9,7 @@
 The texts go to stdout as they are generated, with a line of dashes between two, and all else goes to stderr.
 """
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,9 +18,6 @@ from common import (Parser, UserError, add_device, add_number, check_output, exi
                     setup)
 from data import continue_text, encode_prompt
 from train import load_checkpoint, rebuild
-
-PIECE = 1024                        # tokens that are read at a time, and that Ctrl-C waits for
-
 
 def until(stop, pieces):
     """Yield the text of pieces up to the first `stop`, as soon as it cannot be the beginning of one."""
@@ -68,26 +66,22 @@ def speak(args):
     state, ids = load_state(args.load_state, origin, model) if args.load_state else (None, [])
     ids = [*ids, *map(int, encode_prompt(tokenizer, prompt) if prompt or not ids else ())]
     print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
-    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, state=state,
+    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
                generator=torch.Generator(device).manual_seed(args.seed))
     left = [] if args.tokens else [ids.pop()]                 # the next text begins with what is left unread
     show = say if args.save_state else print                  # whoever saves reads on when `| head` has seen enough
-    end = [state, ids]
-    with noted_signals("stopping here, and saving if so asked") as noted:
-        while len(ids) > PIECE and not noted:
-            list(continue_text(model, tokenizer, ids[:PIECE], 0, end, **how))
-            ids = ids[PIECE:]
-            how["state"], end[1] = end[0], ids
+    with noted_signals("stopping here, and saving") if args.save_state else nullcontext() as noted:
         for i in range(args.num):
+            place = [state, ids]
             show("---------------\n" * (i > 0) + prompt * (args.tokens > 0), end="", flush=True)
-            text = () if noted or not ids else continue_text(model, tokenizer, ids, args.tokens, end, **how)
+            text = continue_text(model, tokenizer, place, args.tokens, **how) if ids else ()
             for piece in until(args.stop, text):
                 show(piece, end="", flush=True)
                 if noted:
                     break
             show("\n" * (args.tokens > 0), end="", flush=True)
     if args.save_state:
-        save_file(Path(args.save_state), [origin, end[0], end[1] + left])
+        save_file(Path(args.save_state), [origin, place[0], place[1] + left])
     if noted:
         raise KeyboardInterrupt(noted[0])
 

@@ -1893,7 +1893,7 @@ def test_ctrl_c_saves_what_was_read(call, tokens, trained, tmp_path, capsys, mon
             signal.raise_signal(signal.SIGINT)
         return real(*args)
     monkeypatch.setattr(models.LM, "forward", forward)
-    monkeypatch.setattr(sample, "PIECE", 4)
+    monkeypatch.setattr(data, "PIECE", 4)
     argv = ["--ckpt", trained, "--device", "cpu", *greedy, "--prompt", "to be or not to be", "--save-state"]
     assert sample.main([*map(str, argv), str(tmp_path / "read"), "--tokens", str(tokens)]) == 130
     said = capsys.readouterr().out[:-1] if tokens else "to be or not to be"

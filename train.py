@@ -227,7 +227,7 @@ class Text(Task):
         loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype, REPORT_TOKENS)
         torch.manual_seed(tc.seed)
         start = encode_prompt(self.tokenizer, "")
-        say("\n" + "".join(continue_text(model, self.tokenizer, start, SAMPLE, [], temperature=0.8)) + "\n")
+        say("\n" + "".join(continue_text(model, self.tokenizer, [None, start], SAMPLE, temperature=0.8)) + "\n")
         if self.device.type == "cuda":
             say(f"peak memory on the GPU: {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB")
         before, after = run["start"]["val"], run["end"]["val"]
@@ -375,19 +375,18 @@ def open_logs(out, run, columns):
     log.csv that a power cut or a spreadsheet has damaged."""
     step, log, tc, rows = run["step"], out / "log.csv", run["train"], []
     left = ("log.csv",) if step else ("ckpt.pt", "best.pt", "log.csv", "config.json", "events.out.*")
-    with suppress(csv.Error, KeyError, TypeError, ValueError):
+    with suppress(ValueError):
         if step and log.exists():                             # what a killed run logged but did not save is left out
-            rows, left = [row for row in csv.DictReader(log.open()) if int(row["step"]) <= step], ()
+            rows = [row for row in log.read_text().split()[1:] if int(row.partition(",")[0]) <= step]
+            left = ()
     if left := [path for name in left for path in out.glob(name)]:
         old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
         old.mkdir()
         for path in left:
             path.rename(old / path.name)
         say(f"{'a damaged log.csv' if step else 'an earlier run'} lay in {out}; it is now in {old}")
-    with replacing(log) as temporary, temporary.open("w") as file:
-        table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
+    with replacing(log) as temporary:
+        temporary.write_text("\n".join([",".join(columns), *rows, ""]))
     (out / "config.json").write_text(json.dumps({key: run[key] for key in ("train", "config", "data")}, indent=1))
     logs = [csv.DictWriter(log.open("a", buffering=1), columns, lineterminator="\n").writerow]
     if tc["log_to"] == "wandb":
@@ -449,10 +448,9 @@ def parse(argv=None):
     parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "
                     "--model (models.PRESETS), and that over --size (models.SIZES, TRAIN_SIZES).")
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
-    add_flags(parser.add_argument_group("the run"), TrainConfig, presets, skip=NO_FLAG)
-    add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    parser.add_argument_group("no run").add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS,
-                                                     help="draw OUT/curves.png, the losses of runs")
+    add_flags(parser, "the run", TrainConfig, presets, skip=NO_FLAG)
+    add_flags(parser, "the network", Config, presets, skip=NO_FLAG)
+    parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="draw OUT/curves.png, no run")
     return vars(parser.parse_args(argv))
 
 
@@ -482,63 +480,58 @@ def rehearse(model, task):
         torch.cuda.empty_cache()
 
 
-def launch(given, *how, text=True):
-    """Make a run, from its flags to its last line, in a folder that is its own. Return the exit code."""
+def launch(given, settings=settings, make_task=Text, text=True):
+    """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
     if not 0 <= RANK < PROCESSES or PROCESSES > 1 and not (text and "MASTER_PORT" in os.environ):
         raise UserError("RANK and WORLD_SIZE are set: only torchrun sets these, and only for train.py; unset them")
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
     out = Path(given.get("out", TrainConfig.out))
     with nullcontext() if RANK else locked(out):              # before a checkpoint is read: another run may write it
-        return launched(given, out, *how, text=text)
-
-
-def launched(given, out, settings=settings, make_task=Text, text=True):
-    """Do what `launch` says. make_task(tc, device, dtype, old) -> Task."""
-    resume, source = given.get("resume"), given.get("init")
-    if resume:                                                # a disk may have been full after best.pt
-        source = last if (last := out / "ckpt.pt").exists() else out
-    old = load_checkpoint(source, text) if source else None
-    tc, config = settings(given, old)
-    if resume and old["step"] >= tc.steps:
-        return say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
-    if resume:
-        say(f"going on from {old['path']}, step {old['step']}")
-    need(tc.log_to, tc.log_to in LOGGERS)
-    device = setup(tc.device, tc.threads)
-    if PROCESSES > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    tc.compile = given.get("compile", device.type == "cuda")
-    task = make_task(tc, device, pick_dtype(tc.dtype, device), old)
-    if resume and task.data["sha256"] != old["data"]["sha256"]:
-        raise UserError(f"{tc.out} was trained on {old['data']['used']}, another text than --data {tc.data}; give that")
-    torch.manual_seed(tc.seed)
-    config.vocab_size = task.vocab_size
-    model = rebuild(old, config)[0] if old else LM(config)
-    if not resume:
-        torch.no_grad()(task.begin)(model)
-    model.to(device).train().remat = tc.remat
-    run = dict(step=0, best=math.inf, seconds=0.0, start=None, wandb=None)
-    run = {key: old[key] if resume else value for key, value in run.items()}
-    where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
-        f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
-        f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(task.dtype)[6:]}"
-        + ", compiling .." * tc.compile)
-    optimizers = task.optimizers(model)
-    for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
-        optimizer.load_state_dict(state)
-    rehearse(model, task)
-    run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
-    stopped = train(model, optimizers, run, task)
-    if PROCESSES > 1:
-        dist.barrier()                                        # torchrun ends all when one ends: not before 0 has saved
-        dist.destroy_process_group()
-    if not (RANK or stopped):
-        task.finish(model, run)
-    return 128 + stopped if stopped else 0
+        resume, source = given.get("resume"), given.get("init")
+        if resume:                                                # a disk may have been full after best.pt
+            source = last if (last := out / "ckpt.pt").exists() else out
+        old = load_checkpoint(source, text) if source else None
+        tc, config = settings(given, old)
+        if resume and old["step"] >= tc.steps:
+            return say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
+        if resume:
+            say(f"going on from {old['path']}, step {old['step']}")
+        need(tc.log_to, tc.log_to in LOGGERS)
+        device = setup(tc.device, tc.threads)
+        if PROCESSES > 1:
+            if device.type == "cuda":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        tc.compile = given.get("compile", device.type == "cuda")
+        task = make_task(tc, device, pick_dtype(tc.dtype, device), old)
+        if resume and task.data["sha256"] != old["data"]["sha256"]:
+            raise UserError(f"{tc.out} was trained on {old['data']['used']}, another text than --data {tc.data}; give that")
+        torch.manual_seed(tc.seed)
+        config.vocab_size = task.vocab_size
+        model = rebuild(old, config)[0] if old else LM(config)
+        if not resume:
+            torch.no_grad()(task.begin)(model)
+        model.to(device).train().remat = tc.remat
+        run = dict(step=0, best=math.inf, seconds=0.0, start=None, wandb=None)
+        run = {key: old[key] if resume else value for key, value in run.items()}
+        where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
+        say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
+            f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
+            f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(task.dtype)[6:]}"
+            + ", compiling .." * tc.compile)
+        optimizers = task.optimizers(model)
+        for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
+            optimizer.load_state_dict(state)
+        rehearse(model, task)
+        run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
+        stopped = train(model, optimizers, run, task)
+        if PROCESSES > 1:
+            dist.barrier()                                        # torchrun ends all when one ends: not before 0 has saved
+            dist.destroy_process_group()
+        if not (RANK or stopped):
+            task.finish(model, run)
+        return 128 + stopped if stopped else 0
 
 
 def main(argv=None):
