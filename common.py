@@ -146,11 +146,11 @@ def add_device(parser, threads=0):
 def add_tasks(parser, tasks, plot, mark=None, **how):
     """Add a subcommand for each of tasks, {name: function}, --json for all and --plot for those that `plot` names.
     Return their parsers. mark: what each file of --json has; how: more arguments of `add_device`."""
-    ours = dict(program=parser.prog)
     group = parser.add_subparsers(dest="task", metavar="TASK", required=True, prog=parser.prog)
     for name, run in tasks.items():
         task = group.add_parser(name, help=run.__doc__.partition(".")[0], description=run.__doc__)
-        task.set_defaults(run=run, plot=None, ours=ours, mark=mark or json.dumps(ours)[1:-1])
+        mark = mark or f'"program": "{parser.prog}"'
+        task.set_defaults(run=run, plot=None, program=parser.prog, mark=mark)
         task.add_argument("--json", metavar="FILE", help="keep the results there")
         if name in plot:
             task.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE", help=f"draw them [{name}.png]")
@@ -172,7 +172,7 @@ def run_task(parse, argv):
         results = args.run(args, setup(args.device, args.threads))
         if args.json and results:
             with replacing(Path(args.json)) as temporary:
-                temporary.write_text(json.dumps(args.ours | results, indent=1) + "\n")
+                temporary.write_text(json.dumps(dict(program=args.program) | results, indent=1) + "\n")
 
     return exit_code(run)
 
@@ -199,12 +199,12 @@ def save_file(path, tree):
             torch.save(tree, temporary)
     except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
         intact = ", ".join(sorted(p.name for p in path.parent.glob("*.pt"))) or "none"
-        raise Halt(f"cannot write {path} ({fault}); disk full? make room; intact, for --resume: {intact}") from None
+        raise Halt(f"cannot write {path} ({fault}); disk full? make room; intact, for --resume: {intact}")
 
 
 def check_output(path, mark):
     """Raise UserError where a file cannot be made, or would replace one in which this mark of the program is not.
-    Called before the work begins."""
+    Called before the work begins. Return whether there is such a file."""
     if not path:
         return
     exists = (path := Path(path)).exists()
@@ -212,6 +212,7 @@ def check_output(path, mark):
         raise UserError(f"cannot write {path}; give another file, or make its folder")
     if exists and mark.encode() not in path.read_bytes():
         raise UserError(f"{path} was not written by this program, and would be lost; give another file")
+    return exists
 
 
 def check_picture(path):
@@ -229,12 +230,12 @@ def locked(folder):
     end, as after a mistake, an empty folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (lock := folder / "lock").open("a+", errors="replace")
+        file = (lock := folder / "lock").open("a+")
     except OSError as fault:
-        raise UserError(f"cannot write in --out {folder} ({fault.strerror}); give another folder") from None
+        raise UserError(f"cannot write in --out {folder} ({fault.strerror}); give another folder")
     with file:
-        file.seek(0)
-        if not (holder := file.read() or "process ").startswith("process "):
+        holder = lock.read_text(errors="replace")
+        if holder[:8] not in ("", "process "):
             raise UserError(f"{lock} is no lock, and would be lost; give another --out")
         try:
             import fcntl
@@ -243,7 +244,7 @@ def locked(folder):
                 for left in folder.glob(f"{name}.*.tmp"):
                     left.unlink()
         except BlockingIOError:
-            raise UserError(f"--out {folder} is in use by {holder}; give another, or end that run") from None
+            raise UserError(f"--out {folder} is in use by {holder}; give another, or end that run")
         except (ImportError, OSError):                        # Windows and some network disks have no such lock
             pass
         lock.write_text(f"process {os.getpid()} on {platform.node()}")
@@ -302,15 +303,15 @@ def curve(out, name):
             raise ValueError("it has no step yet")
         return list(zip(*((step, float(value)) for step, value in rows if value)))
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as fault:
-        raise UserError(f"cannot read {Path(out, 'log.csv')}: {fault}; give --plot folders of runs") from None
+        raise UserError(f"cannot read {Path(out, 'log.csv')}: {fault}; give --plot folders of runs")
 
 
-def plot(folders):
-    """Draw the losses of runs over their steps."""
-    columns = dict(loss=", training", val=", validation")
-    lines = {out + name: line for out in folders for column, name in columns.items() if (line := curve(out, column))}
+def plot(folders, columns=("loss", "val"), y="loss [nats/token]"):
+    """Draw columns of the logs of runs over their steps."""
+    lines = {f"{out}: {name.replace('_', ' ')}": line for out in folders for name in columns
+             if (line := curve(out, name))}
     check_picture(path := Path(folders[0], "curves.png"))
-    picture(path, lines, "step", "loss [nats/token]")
+    picture(path, lines, "step", y)
 
 
 # ---- the device
@@ -339,7 +340,7 @@ def native_bfloat16(device):
     """Tell whether the device has instructions for bfloat16. A CPU without them takes many times as long."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability() >= (8, 0)
-    return bool(device.type == "cpu" and (cpu_has("avx512_bf16") or cpu_has("amx_bf16")))
+    return device.type == "cpu" and (cpu_has("avx512_bf16") or cpu_has("amx_bf16"))
 
 
 def pick_dtype(name, device):

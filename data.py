@@ -157,7 +157,7 @@ def _documents(name):
         fault = f"{type(error).__name__} {error}" + f" after row {row}" * (row > 0)
         raise UserError(f"cannot read {path}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), JSON of "
                         'objects whose "text" is a string, or, to train, a mix with weights, a.txt:0.4,b.txt:0.6'
-                        ) from None
+                        )
     if not n:
         raise UserError(f"no text in {name}; give --data a text (gunzip .gz), or a folder of texts or of token files")
     if n > 1:
@@ -278,7 +278,7 @@ def make_tokenizer(kind, text):
         gpt2 = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:              # no network; a wrong hash
         raise UserError(f"cannot download GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a "
-                        "folder that has it, or use --tokenizer byte") from None
+                        "folder that has it, or use --tokenizer byte")
     return Tokenizer(kind, [gpt2.decode_single_token_bytes(i) for i in range(gpt2.n_vocab)])
 
 

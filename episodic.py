@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, check_picture, chosen, curve, exit_code, flag, opt, picture, say
+from common import Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, opt, plot, say
 from data import BORDER, split
 from models import PRESETS, Config, Memory
 
@@ -88,8 +88,7 @@ class Watched(train.Task):
     def finish(self, model, run):
         say(f"done on {self.data['used']}: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a))
         if self.tc.plot:
-            lines = {c.replace("_", " "): curve(self.tc.out, c) for c in self.columns}
-            picture(f"{self.tc.out}/curves.png", lines, "step", "share")
+            plot([self.tc.out], self.columns, "share")
 
 
 class Episodes(Watched):

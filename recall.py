@@ -175,7 +175,7 @@ def variant(name, args, **more):
         try:
             given[key] = {"True": True, "False": False}[value] if kinds[key] is bool else kinds[key](value)
         except (KeyError, ValueError):
-            raise UserError(f"--model {name}: cannot set {key}={value}; give field=value, as muon=False") from None
+            raise UserError(f"--model {name}: cannot set {key}={value}; give field=value, as muon=False")
     steps, lr = given.pop("steps"), given.pop("lr")
     train.TrainConfig(steps=steps, lr=lr)                     # raises UserError
     return models.configure(preset, **SMALL | chosen(vars(args), models.Config) | more | given), steps, lr
@@ -247,7 +247,7 @@ def campaign(args, trial, columns, x="", **how):
             return records, {(r["model"], r["seed"]): r for r in records
                              if r["model"] in settings and matches(r["settings"], settings[r["model"]])}
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"--json {args.json} holds no results of such a task; give another file") from None
+            raise UserError(f"--json {args.json} holds no results of such a task; give another file")
     for seed, name in itertools.product(args.seeds, args.model):
         if (name, seed) not in known()[1]:
             began = time.perf_counter()

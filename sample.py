@@ -10,6 +10,7 @@ The texts go to stdout as they are generated, with a line of dashes between two,
 """
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,21 +45,20 @@ def load_state(path, origin=None, model=None):
             model.check_state(state)
         return state, ids
     except Exception as fault:                                # its type depends on what the file is
-        raise UserError(f"{path} is no --save-state of this --ckpt ({fault!r:.99}); give another file") from None
+        raise UserError(f"{path} is no --save-state of this --ckpt ({fault!r:.99}); give another file")
 
 
 def speak(args):
     """Print the prompt and what the model writes after it."""
     if args.save_state and (args.num > 1 or args.stop):
         raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
-    check_output(args.save_state, "")
-    if args.save_state and Path(args.save_state).exists():    # best.pt is not lost to a slip
+    if check_output(args.save_state, ""):                     # best.pt is not lost to a slip
         load_state(args.save_state)
     raw = sys.stdin.buffer.read() if args.prompt == "-" else args.prompt.encode(errors="surrogateescape")
     try:
         prompt = raw.decode("utf-8-sig")                      # line ends as they are
     except UnicodeDecodeError as fault:
-        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first") from None
+        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first")
     device, ckpt = setup(args.device, args.threads), load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
     model.to(device)
@@ -69,17 +69,18 @@ def speak(args):
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
                generator=torch.Generator(device).manual_seed(args.seed))
     left = [] if args.tokens else [ids.pop()]                 # the next text begins with what is left unread
-    show = say if args.save_state else print                  # whoever saves reads on when `| head` has seen enough
+    # whoever saves reads on when `| head` has seen enough
+    show = partial(say if args.save_state else print, end="", flush=True)
     with noted_signals("stopping here, and saving") if args.save_state else nullcontext() as noted:
         for i in range(args.num):
             place = [state, ids]
-            show("---------------\n" * (i > 0) + prompt * (args.tokens > 0), end="", flush=True)
+            show("---------------\n" * (i > 0) + prompt * (args.tokens > 0))
             text = continue_text(model, tokenizer, place, args.tokens, **how) if ids else ()
             for piece in until(args.stop, text):
-                show(piece, end="", flush=True)
+                show(piece)
                 if noted:
                     break
-            show("\n" * (args.tokens > 0), end="", flush=True)
+            show("\n" * (args.tokens > 0))
     if args.save_state:
         save_file(Path(args.save_state), [origin, place[0], place[1] + left])
     if noted:

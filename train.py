@@ -45,10 +45,10 @@ SAMPLE = 200                                                  # tokens of the sa
 @dataclass
 class TrainConfig:
     """Hold everything about a run that is not the network."""
-    model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
+    model: str = opt("atlas", "architecture: a preset of models.py", tuple(PRESETS))
     size: str = opt("auto", "size of the network and of the run; auto: baby on CUDA, else tiny", ("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder, or a mix by weight: a.txt:0.4,b.jsonl:0.6")
-    tokenizer: str = opt("char", "what a token is; gpt2: the byte pairs of GPT-2", choices=TOKENIZERS)
+    tokenizer: str = opt("char", "what a token is; gpt2: the byte pairs of GPT-2", TOKENIZERS)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv, config.json; an earlier run moves to OUT/old-N")
     resume: bool = opt(False, "go on from OUT/ckpt.pt; --lr may be lower, --steps, --device and logs may differ")
     init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and tokenizer")
@@ -69,8 +69,8 @@ class TrainConfig:
     eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
     log_to: str = opt("csv", "log to Weights & Biases or to TensorBoard files in --out, too", ("csv", *LOGGERS))
     log_every: int = opt(10, "steps between log lines", low=1)
-    device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32", choices=("auto", "float32", "bfloat16"))
+    device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", ("auto", "cpu", "cuda", "mps"))
+    dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32", ("auto", "float32", "bfloat16"))
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
     remat: bool = opt(False, "compute each block again in backward: less memory, a third more time")
     threads: int = opt(0, "CPU threads; 0: torch decides")
@@ -120,9 +120,8 @@ def settings(given, old=None):
     network = old["config"] if old else sized(given.get("model", TrainConfig.model), size)
     values = TRAIN_SIZES[size] | network | kept | given | {"size": size}
     tc, config = (cls(**chosen(values, cls)) for cls in (TrainConfig, Config))
-    needs = {"--forget start": config.forget == "zero", "--persistent 0": config.wiring != "lmm" and config.persistent}
-    if tc.documents and any(needs.values()):
-        raise UserError(f"--documents needs {' and '.join(name for name, lacks in needs.items() if lacks)}")
+    if tc.documents and (config.forget == "zero" or config.wiring != "lmm" and config.persistent):
+        raise UserError("--documents needs --forget start and, with another --wiring than lmm, --persistent 0")
     if tc.repeats and tc.seq_len < 32:
         raise UserError(f"--repeats needs a --seq-len of 32 or more, not {tc.seq_len}")
     if tc.grad_accum % PROCESSES:
@@ -416,7 +415,7 @@ def load_checkpoint(path, text=True):
         Config(**ckpt["config"])                              # TypeError for a field that it lacks
     except Exception as fault:                                # its type depends on what the file is
         why = str(fault).partition("\n")[0] if isinstance(fault, (TypeError, ValueError)) else type(fault).__name__
-        raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this train.py") from None
+        raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this train.py")
     return dict(ckpt, path=str(path))
 
 
@@ -426,7 +425,7 @@ def read_text(name, ckpt):
         return read(name)
     except UserError as fault:
         known = ckpt and ckpt["train"]["data"] == name
-        raise UserError(f"{fault}; the name is from {ckpt['path']}, --data replaces it" if known else fault) from None
+        raise UserError(f"{fault}; the name is from {ckpt['path']}, --data replaces it" if known else fault)
 
 
 def rebuild(ckpt, config=None):
@@ -435,7 +434,7 @@ def rebuild(ckpt, config=None):
     try:
         model.load_state_dict(ckpt["model"])
     except RuntimeError:
-        raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes") from None
+        raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes")
     if not all(p.isfinite().all() for p in model.parameters()):
         raise UserError(f"weights of {ckpt['path']} are not finite: its training diverged; give an earlier checkpoint")
     model.set_floor((ckpt["step"] - 1) / ckpt["train"]["steps"])
