@@ -9,6 +9,7 @@ import signal
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import field, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +30,11 @@ def say(text, end="\n", flush=True):
         print(text, end=end, flush=flush)
     except OSError:                                           # EPIPE, or EIO of a terminal
         sys.stdout = open(os.devnull, "w")
+
+
+def tell(text):
+    """Print a line on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -69,11 +75,14 @@ def exit_code(task):
             raise
         code, message = 1, ("out of memory; lower --batch-size, --seq-len or --chunk, or train with --remat, which "
                             "--resume takes, too; files that were saved are intact")
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    tell(f"error: {message}")
     return code
 
 
 # ---- settings and flags
+DEVICES = "auto", "cpu", "cuda", "mps"
+
+
 def opt(default, help, choices=None, low=0, high=2**31):
     """Return a dataclass field that is a flag with this help; `check` accepts numbers from low on, below high."""
     return field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
@@ -87,30 +96,28 @@ def flag(name):
 def check(config):
     """Raise UserError for a field of another type, a number out of range or nan, an unknown choice."""
     for f in fields(config):
-        value, (choices, low, high) = getattr(config, f.name), map(f.metadata.get, ("choices", "low", "high"))
+        value, how = getattr(config, f.name), f.metadata
         kind = (int, float) if f.type is float else f.type
         if not isinstance(value, kind) or isinstance(value, bool) != (f.type is bool):
             raise UserError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
-        if f.type in (int, float) and not low <= value < high:                   # false for nan, too
-            raise UserError(f"{flag(f.name)} must be at least {low} and below {high}, not {value}")
-        if choices and value not in choices:
-            raise UserError(f"{flag(f.name)} must be one of {', '.join(choices)}, not {value!r}")
+        if f.type in (int, float) and not how["low"] <= value < how["high"]:     # false for nan, too
+            raise UserError(f"{flag(f.name)} must be at least {how['low']} and below {how['high']}, not {value}")
+        if how["choices"] and value not in how["choices"]:
+            raise UserError(f"{flag(f.name)} must be one of {', '.join(how['choices'])}, not {value!r}")
 
 
 class Parser(argparse.ArgumentParser):
     """argparse, but a mistake is answered in one line instead of the whole usage."""
 
     def __init__(self, usage="python %(prog)s [flags]", **how):
-        style = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=118)
-        super().__init__(usage=usage, allow_abbrev=False, formatter_class=style, **how)
+        super().__init__(usage=usage, allow_abbrev=False, formatter_class=partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=30, width=118), **how)
 
-    def parse_args(self, argv=None):
-        """Return the flags. One that is empty, as for an unset $OUT, is a mistake, but where the default is empty."""
-        args = super().parse_args(argv)
-        for name, value in vars(args).items():
-            if "" in (value if isinstance(value, list) else [value]) and self.get_default(name) != "":
-                self.error(f"{flag(name)} is empty; give a value, or drop the flag")
-        return args
+    def _get_value(self, action, text):
+        """Return the value of a flag. An empty one, as for an unset $OUT, is a mistake, but where the default is that."""
+        if not text and action.default != "":
+            raise argparse.ArgumentError(action, "it is empty; give a value, or drop the flag")
+        return super()._get_value(action, text)
 
     def error(self, message):
         self.exit(2, f"error: {message} (--help lists the flags)\n")
@@ -134,23 +141,23 @@ def add_number(parser, name, low, usual, help, high=2**31 - 1):
         if not low <= value <= high:                          # false for nan, too
             raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
         return value
-    several, shown = (dict(nargs="+"), " ".join(map(str, usual))) if isinstance(usual, list) else ({}, usual)
-    parser.add_argument(name, type=number, default=usual, metavar="N", help=f"{help} [{shown}]", **several)
+    several = dict(nargs="+") if isinstance(usual, list) else {}
+    shown = f"{help} {usual if several else [usual]}"
+    parser.add_argument(name, type=number, default=usual, metavar="N", help=shown, **several)
 
 
 def add_device(parser, threads=0):
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"), help="[auto]")
+    parser.add_argument("--device", default="auto", choices=DEVICES, help="[auto]")
     add_number(parser, "--threads", 0, threads, "0: torch decides")
 
 
-def add_tasks(parser, tasks, plot, mark=None, **how):
+def add_tasks(parser, tasks, plot, **how):
     """Add a subcommand for each of tasks, {name: function}, --json for all and --plot for those that `plot` names.
-    Return their parsers. mark: what each file of --json has; how: more arguments of `add_device`."""
+    Return their parsers. how: more arguments of `add_device`. Each file of --json has the default of `mark`."""
     group = parser.add_subparsers(dest="task", metavar="TASK", required=True, prog=parser.prog)
     for name, run in tasks.items():
         task = group.add_parser(name, help=run.__doc__.partition(".")[0], description=run.__doc__)
-        mark = mark or f'"program": "{parser.prog}"'
-        task.set_defaults(run=run, plot=None, program=parser.prog, mark=mark)
+        task.set_defaults(run=run, plot=None, mark=f'"program": "{parser.prog}"')
         task.add_argument("--json", metavar="FILE", help="keep the results there")
         if name in plot:
             task.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE", help=f"draw them [{name}.png]")
@@ -172,7 +179,7 @@ def run_task(parse, argv):
         results = args.run(args, setup(args.device, args.threads))
         if args.json and results:
             with replacing(Path(args.json)) as temporary:
-                temporary.write_text(json.dumps(dict(program=args.program) | results, indent=1) + "\n")
+                temporary.write_text(json.dumps(json.loads(f"{{{args.mark}}}") | results, indent=1) + "\n")
 
     return exit_code(run)
 
@@ -240,7 +247,7 @@ def locked(folder):
         try:
             import fcntl
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for name in "ckpt.pt", "best.pt", "log.csv", "train.bin", "val.bin":
+            for name in "ckpt.pt best.pt log.csv train.bin val.bin".split():
                 for left in folder.glob(f"{name}.*.tmp"):
                     left.unlink()
         except BlockingIOError:
@@ -270,7 +277,7 @@ def picture(path, lines, x, y, log="", level=None, marked=None):
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     ax = figure.subplots(subplot_kw=dict(xlabel=x, ylabel=y))
-    colours = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"     # Okabe, Ito: for all eyes
+    colours = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000".split()     # Okabe, Ito: for all eyes
     for i, (label, (xs, ys, *spreads)) in enumerate(lines.items()):
         how = dict(color=colours[i % 7], marker="os^vDPX"[i % 7], linestyle="-" if i < 7 else "--")
         ax.plot(xs, ys, label=label, markersize=4, markevery=max(1, len(xs) // 12), **how)

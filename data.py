@@ -20,7 +20,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from common import Parser, UserError, exit_code, locked, replacing, say
+from common import Parser, UserError, exit_code, locked, replacing, say, tell
 
 SHAKESPEARE = Path(__file__).resolve().parent / "data" / "shakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -136,7 +136,7 @@ def _files(folder):
     inside = sorted(glob.glob("**", root_dir=folder, recursive=True), reverse=True)       # skips .hidden
     runs = tuple(p.removesuffix("ckpt.pt") for p in inside if p.endswith(f"{os.sep}ckpt.pt"))
     if runs:
-        print(f"data: left out the runs in {folder}: {' '.join(runs)}", file=sys.stderr)
+        tell(f"data: left out the runs in {folder}: {' '.join(runs)}")
     kept = [f"{folder}/{p}" for p in inside if p.lower().endswith((".txt", *JSON)) and not p.startswith(runs)]
     return sorted({os.path.realpath(p): p for p in kept}.values())
 
@@ -151,7 +151,7 @@ def _documents(name):
                     yield BORDER * (n > 0) + text
                     n, length = n + 1, length + len(text)
                     if length % (4 * BLOCK) < len(text):                           # not too often
-                        print(f"data: read {length:,} characters, {i} of {len(paths)} files in {name}", file=sys.stderr)
+                        tell(f"data: read {length:,} characters, {i} of {len(paths)} files in {name}")
             row = 0
     except Exception as error:                          # its type depends on what the file is
         fault = f"{type(error).__name__} {error}" + f" after row {row}" * (row > 0)
@@ -161,7 +161,7 @@ def _documents(name):
     if not n:
         raise UserError(f"no text in {name}; give --data a text (gunzip .gz), or a folder of texts or of token files")
     if n > 1:
-        print(f"data: {length:,} characters, {n:,} documents, {len(paths)} files in {name}", file=sys.stderr)
+        tell(f"data: {length:,} characters, {n:,} documents, {len(paths)} files in {name}")
 
 
 def _rows(path):
@@ -194,7 +194,7 @@ def _shakespeare():
                 temporary.write_bytes(text)
         return True
     except (OSError, ValueError) as error:
-        print(f"data: cannot download {SHAKESPEARE} ({error}); using pydoc, Python's help text", file=sys.stderr)
+        tell(f"data: cannot download {SHAKESPEARE} ({error}); using pydoc, Python's help text")
 
 
 # ---- tokenizers
@@ -249,18 +249,20 @@ def encode_prompt(tokenizer, prompt):
 
 def continue_text(model, tokenizer, place, n, **how):
     """Yield what the model writes after a place, piece by piece, n tokens in all; `how` goes to model.generate. A
-    place, [state, list of the ids that it has not read], moves on with the text, so one may stop at any piece."""
-    feed, device = tokenizer.stream(), next(model.parameters()).device
+    place, [state, list of the ids that it has not read], moves on with the text, so one may stop at any piece. At the
+    end the last id is left."""
+    feed, unread, device = tokenizer.stream(), place[1], next(model.parameters()).device
 
     def drawn(ids, n):
-        place[0] = yield from model.generate(torch.tensor([ids], device=device), n, state=place[0], **how)
-    while len(place[1]) > PIECE:
-        yield "".join(drawn(place[1][:PIECE], 0))             # nothing
-        place[1] = place[1][PIECE:]
-    for token in drawn(place[1], n):
-        place[1] = place[1] + token.tolist()
+        if ids:
+            place[0] = yield from model.generate(torch.tensor([ids], device=device), n, state=place[0], **how)
+    while len(unread) > PIECE:
+        yield "".join(drawn(unread[:PIECE], 0))               # nothing
+        del unread[:PIECE]
+    for token in drawn(unread if n else unread[:-1], n):
+        unread += token.tolist()
         yield feed(token)
-    place[1] = place[1][-1:] if n else []
+    del unread[:-1]
     yield feed(final=True)
 
 

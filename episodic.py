@@ -95,8 +95,7 @@ class Episodes(Watched):
     """Store and retrieve. Ids: first `words`, then unknown, [MASK], +, =, . and the numbers."""
     columns = [kind + how for kind in ("", "language_", "arithmetic_") for how in ("carried", "reset")]
 
-    def __init__(self, tc, device, dtype, old=None):
-        super().__init__(tc, device, dtype)
+    def prepare(self, tc, old):
         corpus = train.read_text(tc.data, old)
         text = re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|[^\w\s]", corpus.text.replace(BORDER, "\n").lower())
         cut = len(text) * 9 // 10                             # the last tenth is for tests
@@ -198,10 +197,9 @@ class Grok(Watched):
     columns = "fitted held_out concentration random_concentration circular_fit random_fit".split()
     largest_norm = torch.inf
 
-    def __init__(self, tc, device, dtype, old=None):
-        super().__init__(tc, device, dtype)
+    def prepare(self, tc, old):
         self.p, self.vocab_size, self.data = tc.modulus, tc.modulus + 1, dict(used="sums", sha256="")
-        self.shown, self.held_out = (pairs.to(device) for pairs in sums(tc.modulus, 0.5, tc.seed))
+        self.shown, self.held_out = (pairs.to(self.device) for pairs in sums(tc.modulus, 0.5, tc.seed))
         self.about = f"{len(self.shown):,} to train, {len(self.held_out):,} held out, modulo {self.p}"
 
     def begin(self, model):
@@ -246,7 +244,7 @@ def main(argv=None):
     out = USUAL["grok" if given.get("grok") else "episodes"]["out"]
     given = {"out": out, "compile": False, "dtype": "float32", **given}
     make_task = lambda tc, *how: (Grok if tc.grok else Episodes)(tc, *how)
-    return exit_code(lambda: train.launch(given, settings, make_task, text=False))
+    return exit_code(lambda: train.launch(given, settings, make_task))
 
 
 if __name__ == "__main__":

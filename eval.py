@@ -87,7 +87,7 @@ def loss_task(args, device):
         other = "; not the text of the training" * (corpus.sha256 != ckpt["data"]["sha256"])
         say(f"{name}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
             f"{ckpt['data']['used']} in windows of {T}\n{len(val):,} validation tokens of {corpus.used}{other}")
-        loss = train.report(model, tokenizer, val, T, args.batch_size, max_tokens=train.REPORT_TOKENS)
+        loss = train.report(model, tokenizer, val, T, args.batch_size)
         shape = min(args.length or 4 * T, len(val) - 1), args.batch_size
         at, n = position_loss(model, evenly(val, *shape))
         say(f"\nby position, mean of {n} windows of {len(at)}; trained on {T}\n  tokens before   nats/token")

@@ -238,24 +238,25 @@ def campaign(args, trial, columns, x="", **how):
     Return {name: {column: [a score a seed]}}."""
     shared = {key: a for key, a in vars(args).items() if key in SETTINGS}
     settings, mine = {name: shared | dict(config=asdict(variant(name, args)[0])) for name in args.model}, []
+    file = args.json and Path(args.json)
 
     def known():
         """Return all results, also those of others in the file, and by model and seed those with our settings."""
         try:
-            old = json.loads(Path(args.json).read_text())["records"] if args.json and Path(args.json).exists() else []
+            old = json.loads(file.read_text())["records"] if file and file.exists() else []
             records = old + [r for r in mine if r not in old]
             return records, {(r["model"], r["seed"]): r for r in records
                              if r["model"] in settings and matches(r["settings"], settings[r["model"]])}
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"--json {args.json} holds no results of such a task; give another file")
+            raise UserError(f"--json {file} holds no results of such a task; give another file")
     for seed, name in itertools.product(args.seeds, args.model):
         if (name, seed) not in known()[1]:
             began = time.perf_counter()
             scores = dict(zip(map(str, columns), trial(name, seed)))
             mine.append(dict(model=name, seed=seed, settings=settings[name], scores=scores,
                              seconds=round(time.perf_counter() - began)))
-            if args.json:
-                with alone_in(Path(args.json).parent), replacing(Path(args.json)) as temporary:
+            if file:
+                with alone_in(file.parent), replacing(file) as temporary:
                     temporary.write_text(json.dumps(dict(records=known()[0]), indent=1))
     done, found, lines, width = known()[1], {}, {}, max(map(len, args.model)) + 2
     say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds")
@@ -336,13 +337,14 @@ def ablation_task(args, device):
 
 
 TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
-SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab", "train_lengths"  # of a result
+SETTINGS = "task steps lr batch_size seq_len lengths pairs vocab train_lengths".split()       # of a result
 
 
 def parse(argv=None):
     parser = Parser(prog="recall.py", description=__doc__, usage="python %(prog)s TASK [flags]")
-    needle, mqar, _, ablation = parsers = add_tasks(parser, TASKS, plot=("needle", "mqar"), mark='"records"')
+    needle, mqar, _, ablation = parsers = add_tasks(parser, TASKS, plot=("needle", "mqar"))
     for task, steps, batch_size in zip(parsers, (1200, 300, 600, 600), (32, 32, 32, 16)):
+        task.set_defaults(mark='"records"')                   # `campaign` looks closer
         if task is not ablation:
             task.add_argument("--model", nargs="+", default=["atlas"], help="presets, changed or not [atlas]")
         add_number(task, "--seeds", 0, [1337], "of weights and data")

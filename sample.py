@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from common import (Parser, UserError, add_device, add_number, check_output, exit_code, noted_signals, save_file, say,
-                    setup)
+                    setup, tell)
 from data import continue_text, encode_prompt
 from train import load_checkpoint, rebuild
 
@@ -65,24 +65,22 @@ def speak(args):
     origin = [ckpt["config"], ckpt["step"], ckpt["seconds"]]  # no other training took exactly as long
     state, ids = load_state(args.load_state, origin, model) if args.load_state else (None, [])
     ids = [*ids, *map(int, encode_prompt(tokenizer, prompt) if prompt or not ids else ())]
-    print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
+    tell(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}")
     how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
                generator=torch.Generator(device).manual_seed(args.seed))
-    left = [] if args.tokens else [ids.pop()]                 # the next text begins with what is left unread
     # whoever saves reads on when `| head` has seen enough
     show = partial(say if args.save_state else print, end="", flush=True)
     with noted_signals("stopping here, and saving") if args.save_state else nullcontext() as noted:
         for i in range(args.num):
-            place = [state, ids]
+            place = [state, [*ids]]                           # the next text begins with what is left unread
             show("---------------\n" * (i > 0) + prompt * (args.tokens > 0))
-            text = continue_text(model, tokenizer, place, args.tokens, **how) if ids else ()
-            for piece in until(args.stop, text):
+            for piece in until(args.stop, continue_text(model, tokenizer, place, args.tokens, **how)):
                 show(piece)
                 if noted:
                     break
             show("\n" * (args.tokens > 0))
     if args.save_state:
-        save_file(Path(args.save_state), [origin, place[0], place[1] + left])
+        save_file(Path(args.save_state), [origin, *place])
     if noted:
         raise KeyboardInterrupt(noted[0])
 

@@ -1415,7 +1415,7 @@ MISTAKES = [                                                  # program, flags, 
     (train, "--model swa --wiring mag", "memory"), (train, "--shard 4 --wiring mac", "--shard"),
     (train, "--degree 4 --head-dim 64", "107 GB"), (train, "--n-head 5 --head-dim 0", "--n-head"),
     (data, "--data words --tokenizer byte --out words", "--out words"), (train, "--device mps", "mps"),
-    *((module, f"{argv}=", f"{argv.split()[-1]} is empty") for module, argv in (    # an unset variable
+    *((module, f"{argv}=", f"{argv.split()[-1]}: it is empty") for module, argv in (    # an unset variable
         (train, "--out"), (train, "--data"), (train, "--init"), (train, "--plot"), (episodic, "--out"),
         (data, "--data"), (data, "--data words --out"), (eval, "loss --ckpt"), (eval, "--data"), (eval, "--json"),
         (eval, "mixing --plot"), (recall, "mqar --json"), (bench, "rule --json"), (sample, "--ckpt"),

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from common import (Halt, Parser, UserError, add_flags, autocast, check, chosen, exit_code, flag, locked, native_bfloat16, need,
+from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, check, chosen, exit_code, flag, locked, native_bfloat16, need,
                     noted_signals, opt, pick_dtype, plot, replacing, save_file, say, setup)
 from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt, make_tokenizer, read,
                   repeated, streams, windows)
@@ -69,7 +69,7 @@ class TrainConfig:
     eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
     log_to: str = opt("csv", "log to Weights & Biases or to TensorBoard files in --out, too", ("csv", *LOGGERS))
     log_every: int = opt(10, "steps between log lines", low=1)
-    device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", ("auto", "cpu", "cuda", "mps"))
+    device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", DEVICES)
     dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32", ("auto", "float32", "bfloat16"))
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
     remat: bool = opt(False, "compute each block again in backward: less memory, a third more time")
@@ -92,8 +92,8 @@ TRAIN_SIZES = {                                               # differences from
     "1.3b": dict(PAPER | dict(batch_size=2, grad_accum=64), steps=200_000, lr=7e-4),
 }
 NO_FLAG = "vocab_size", "attention", "embed_lr"               # which tokenizer, preset and size decide
-LAUNCH = {"out", "resume", "device", "compile", "threads", "log_to"}       # never from a checkpoint
-FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat"}     # may differ on --resume; rates may be lower
+LAUNCH = {*"out resume device compile threads log_to".split()}             # never from a checkpoint
+FREE = LAUNCH | {*"data steps eval_every log_every remat".split()}        # may differ on --resume; rates may be lower
 KEPT = {"model", "size", "tokenizer"}                         # --init takes them from the checkpoint
 
 
@@ -156,8 +156,12 @@ class Task:
     about, saved, columns = "", {}, []
     largest_norm = 1.0                                        # of the gradient, which is clipped
 
-    def __init__(self, tc, device, dtype=torch.float32):
+    def __init__(self, tc, device, dtype=torch.float32, old=None):
         self.tc, self.device, self.dtype, self.tokens_read = tc, device, dtype, 0
+        self.prepare(tc, old)
+
+    def prepare(self, tc, old):
+        """Read the data. old: the dict of the checkpoint that the run goes on or begins from, if any."""
 
     def begin(self, model):
         """Change the starting values of a new model, or say what a new run is about to cost."""
@@ -188,8 +192,7 @@ class Text(Task):
     """Predict the next token of a text."""
     columns = ["val"]
 
-    def __init__(self, tc, device, dtype, old=None):
-        super().__init__(tc, device, dtype)
+    def prepare(self, tc, old):
         corpus = read_text(tc.data, old)
         tokenizer = Tokenizer(**old["tokenizer"]) if old else make_tokenizer(tc.tokenizer, corpus.text)
         self.tokenizer, self.splits = tokenizer, corpus.splits(tokenizer, tc.seq_len)
@@ -223,7 +226,7 @@ class Text(Task):
         tc, ckpt = self.tc, load_checkpoint(self.tc.out)
         model = rebuild(ckpt)[0].to(self.device)
         say(f"\nbest step {ckpt['step']} on the validation split, in windows of {tc.seq_len}:")
-        loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype, REPORT_TOKENS)
+        loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype)
         torch.manual_seed(tc.seed)
         start = encode_prompt(self.tokenizer, "")
         say("\n" + "".join(continue_text(model, self.tokenizer, [None, start], SAMPLE, temperature=0.8)) + "\n")
@@ -256,10 +259,10 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
     return total / n
 
 
-def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32, max_tokens=0):
-    """Say the mean loss of a split, or of its first max_tokens, memory reset at each window and carried on. Return the
+def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
+    """Say the mean loss of a split, or of its first REPORT_TOKENS, memory reset at each window and carried on. Return the
     former, in nats a token."""
-    losses, split, ids = [], len(ids), ids[: max(2, max_tokens)] if max_tokens else ids
+    losses, split, ids = [], len(ids), ids[:REPORT_TOKENS]
     for carry, name in (False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams"):
         # where the state holds every token, each costs more than the last
         part = ids[: batch_size * 16384 + 1] if carry and holds_all(model.config) else ids
@@ -366,14 +369,14 @@ def train(model, optimizers, run, task):
 
 
 # ---- logs and checkpoints
-COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"]              # of log.csv, before the task's
+COLUMNS = "step loss grad_norm lr tokens_per_s seconds".split()             # of log.csv, before the task's
 
 
 def open_logs(out, run, columns):
     """Prepare OUT for the steps after run["step"] -> functions that log a row. To OUT/old-N moves an earlier run, or a
     log.csv that a power cut or a spreadsheet has damaged."""
     step, log, tc, rows = run["step"], out / "log.csv", run["train"], []
-    left = ("log.csv",) if step else ("ckpt.pt", "best.pt", "log.csv", "config.json", "events.out.*")
+    left = ("log.csv" if step else "ckpt.pt best.pt log.csv config.json events.out.*").split()
     with suppress(ValueError):
         if step and log.exists():                             # what a killed run logged but did not save is left out
             rows = [row for row in log.read_text().split()[1:] if int(row.partition(",")[0]) <= step]
@@ -479,8 +482,9 @@ def rehearse(model, task):
         torch.cuda.empty_cache()
 
 
-def launch(given, settings=settings, make_task=Text, text=True):
+def launch(given, settings=settings, make_task=Text):
     """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
+    text = make_task is Text
     if not 0 <= RANK < PROCESSES or PROCESSES > 1 and not (text and "MASTER_PORT" in os.environ):
         raise UserError("RANK and WORLD_SIZE are set: only torchrun sets these, and only for train.py; unset them")
     if RANK:
@@ -513,7 +517,8 @@ def launch(given, settings=settings, make_task=Text, text=True):
             torch.no_grad()(task.begin)(model)
         model.to(device).train().remat = tc.remat
         run = dict(step=0, best=math.inf, seconds=0.0, start=None, wandb=None)
-        run = {key: old[key] if resume else value for key, value in run.items()}
+        if resume:
+            run = {key: old[key] for key in run}
         where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
         say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
             f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
