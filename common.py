@@ -309,7 +309,7 @@ def curve(out, name):
         if not rows:
             raise ValueError("it has no step yet")
         return list(zip(*((step, float(value)) for step, value in rows if value)))
-    except (OSError, KeyError, TypeError, ValueError, csv.Error) as fault:
+    except Exception as fault:                                # its type depends on what the file is
         raise UserError(f"cannot read {Path(out, 'log.csv')}: {fault}; give --plot folders of runs")
 
 
@@ -321,10 +321,16 @@ def plot(folders, columns=("loss", "val"), y="loss [nats/token]"):
     picture(path, lines, "step", y)
 
 
-# ---- the device
-def setup(device_name, threads=0):
+# ---- the device, random numbers
+def seeded(number):
+    """Return a generator of random numbers."""
+    return torch.Generator().manual_seed(number)
+
+
+def setup(name, threads=0):
     """Return the torch.device of a --device, and set torch up for speed. Call it before the first product."""
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device_name == "auto" else device_name
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if not torch.get_device_module(name).is_available():
         raise UserError(f"--device {name}: torch {torch.__version__} finds no such device here; use --device cpu")
     torch.set_flush_denormal(True)                            # decayed gates fall below 1e-38, where Intel cores crawl

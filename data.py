@@ -20,7 +20,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from common import Parser, UserError, exit_code, locked, replacing, say, tell
+from common import Parser, UserError, exit_code, locked, replacing, say, seeded, tell
 
 SHAKESPEARE = Path(__file__).resolve().parent / "data" / "shakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -348,7 +348,7 @@ def documents(x, y, end, chunk):
 def repeated(x, y, share, on, seed, number):
     """Return x, y (B, T), where a share of the rows reads a passage of 16 to T / 2 tokens, anywhere in them, twice.
     With `on` such a row reads its beginning, of at most 128 tokens, again and again, to its end. T >= 32."""
-    random, (B, T) = torch.Generator().manual_seed(1_000_003 * seed + number), x.shape
+    random, (B, T) = seeded(1_000_003 * seed + number), x.shape
     chosen, length, first = torch.rand(3, B, 1, generator=random)
     length = (16 + length * (min(T // 2, 128 if on else T) - 15)).long()
     again = length if on else (first * (T + 2 - 2 * length)).long() + length     # where the passage begins again

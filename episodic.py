@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, opt, plot, say
+from common import Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, opt, plot, say, seeded
 from data import BORDER, split
 from models import PRESETS, Config, Memory
 
@@ -74,7 +74,7 @@ def settings(given, old=None):
 
 def sums(p, share, seed):
     """Return about this share of all (a, b), and the others, in random order, (n, 2) each."""
-    random = torch.Generator().manual_seed(seed)
+    random = seeded(seed)
     pairs = torch.cartesian_prod(torch.arange(p), torch.arange(p))[torch.randperm(p * p, generator=random)]
     # b + a is on the side of a + b, or else a held-out sum could be looked up, which would pass for grokking
     luck = torch.rand(p, p, generator=random)[pairs.amin(1), pairs.amax(1)]
@@ -111,7 +111,7 @@ class Episodes(Watched):
     def draw(self, number, n, test):
         """Yield n batches of an episode: kind; tokens whole; tokens masked; the masked ones, else -100; (B, T) each."""
         tc, V, T, text, pairs = self.tc, self.words, self.tc.seq_len, self.text[test], self.pairs[test]
-        random = torch.Generator().manual_seed(2 * (1_000_003 * tc.seed + number) + test)
+        random = seeded(2 * (1_000_003 * tc.seed + number) + test)
         for _ in range(n):
             first = torch.randint(len(text) - T + 1, (tc.batch_size, 1), generator=random)
             kind, shown = "language", text[first + torch.arange(T)]
@@ -219,8 +219,8 @@ class Grok(Watched):
         return model(F.pad(pairs, (0, 1), value=self.p))[0][:, -1, :self.p].float()
 
     def loss(self, model, step):
-        random, n = torch.Generator().manual_seed(1_000_003 * self.tc.seed + step), self.tc.batch_size
-        pairs = self.shown[torch.randint(len(self.shown), (n,), generator=random).to(self.shown.device)]
+        random, n = seeded(1_000_003 * self.tc.seed + step), self.tc.batch_size
+        pairs = self.shown[torch.randint(len(self.shown), (n,), generator=random).to(self.device)]
         self.tokens_read += 3 * n
         normal = log_stablemax if self.tc.stablemax else F.log_softmax
         return F.nll_loss(normal(self.logits(model, pairs), -1), pairs.sum(1) % self.p)
@@ -230,7 +230,7 @@ class Grok(Watched):
         said = lambda pairs: torch.cat([self.logits(model, part).argmax(-1) for part in pairs.split(2048)])
         score = lambda pairs: (said(pairs) == pairs.sum(1) % self.p).float().mean().item()
         E = model.embed.weight[:self.p]
-        random = torch.randn(E.shape, generator=torch.Generator().manual_seed(0))
+        random = torch.randn(E.shape, generator=seeded(0))
         (share, fit), (share_random, fit_random) = circles(E), circles(random)
         return dict(zip(self.columns, (score(self.shown), score(self.held_out), share, share_random, fit, fit_random)))
 
@@ -241,8 +241,8 @@ def main(argv=None):
     add_flags(parser, "the run", Settings, usual, skip=NO_FLAG)
     add_flags(parser, "the network", Config, usual, skip=(*train.NO_FLAG, "polarise"))
     given = vars(parser.parse_args(argv))
-    out = USUAL["grok" if given.get("grok") else "episodes"]["out"]
-    given = {"out": out, "compile": False, "dtype": "float32", **given}
+    usual = USUAL["grok" if given.get("grok") else "episodes"]
+    given = {"out": usual["out"], "compile": False, "dtype": "float32", **given}
     make_task = lambda tc, *how: (Grok if tc.grok else Episodes)(tc, *how)
     return exit_code(lambda: train.launch(given, settings, make_task))
 

@@ -26,7 +26,7 @@ import memory
 import models
 import omega
 import train
-from common import Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say
+from common import Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say, seeded
 from layer import rule, state_bytes
 from poly import grown
 
@@ -269,7 +269,7 @@ def plain_layer(device, **more):
 
 def pairs_to_store(kind, n, dim, device):
     """Draw n keys and values (DRAWS, 1, n, dim) of unit length; coordinate i of `correlated` keys is 1/i as large."""
-    draws = torch.Generator().manual_seed(SEED)
+    draws = seeded(SEED)
     k, v = (torch.randn(DRAWS, 1, n, dim, generator=draws) for _ in range(2))
     k = k / torch.arange(1, dim + 1) if kind == "correlated" else k
     return [F.normalize(a, dim=-1).to(device) for a in (k, v)]

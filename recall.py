@@ -24,7 +24,7 @@ import torch
 import data
 import models
 import train
-from common import Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, replacing, run_task, say
+from common import Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, replacing, run_task, say, seeded
 
 
 # ---- recall of pairs
@@ -124,7 +124,7 @@ def memorization(batch, seq_len, generator, symbols=127, seed=0):
         tokens     3    8    0    8    3    8    1    8
         targets -100    6 -100    4 -100    6 -100    5
     """
-    values = symbols + torch.randperm(symbols, generator=torch.Generator().manual_seed(seed))
+    values = symbols + torch.randperm(symbols, generator=seeded(seed))
     keys = torch.randint(symbols, (batch, seq_len // 2), generator=generator)
     insert, nothing = torch.full_like(keys, 2 * symbols), torch.full_like(keys, -100)
     return torch.stack([keys, insert], -1).flatten(1), torch.stack([nothing, values[keys]], -1).flatten(1)
@@ -163,7 +163,7 @@ LENGTHS = [32, 64, 128]                         # of texts in training, in turn
 
 def randomness(seed, number, test=False):
     """Return the generator of a batch. Training and test share none."""
-    return torch.Generator().manual_seed(2 * (1_000_003 * seed + number) + test)
+    return seeded(2 * (1_000_003 * seed + number) + test)
 
 
 def variant(name, args, **more):
@@ -351,8 +351,8 @@ def parse(argv=None):
         add_number(task, "--steps", 1, steps, "of training")
         add_number(task, "--batch-size", 1, batch_size, "sequences at a time")
         add_number(task, "--lr", 0.0, 5e-3, "peak learning rate of AdamW")
-        presets = models.PRESETS["atlas"] | SMALL
-        add_flags(task, "the network; in [] is what atlas has", models.Config, presets, skip=train.NO_FLAG)
+        add_flags(task, "the network; in [] is what atlas has", models.Config, models.PRESETS["atlas"] | SMALL,
+                  skip=train.NO_FLAG)
     add_number(needle, "--lengths", 16, [128, 256, 512, 1024, 2048, 4096], "of test texts")
     add_number(needle, "--train-lengths", 16, LENGTHS, "of training texts, in turn")
     add_number(mqar, "--pairs", 1, [4], "in a text")

@@ -84,7 +84,7 @@ TRAIN_SIZES = {                                               # differences from
     "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, gates_lr=0.1, outer_muon_lr=4e-2, steps=500,
                  eval_every=200),
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
-    **{name: dict(PAPER, steps=3000, lr=3e-3) for name in ("34m", "54m", "67m")},             # 1.5 billion tokens
+    **{name: dict(PAPER, steps=3000, lr=3e-3) for name in "34m 54m 67m".split()},             # 1.5 billion tokens
     "195m": dict(PAPER, steps=8000, lr=3e-3),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
     "340m": dict(PAPER | dict(batch_size=4, grad_accum=32), steps=30_000, lr=1.5e-3),      # in batches that fit 80 GB
@@ -398,7 +398,7 @@ def open_logs(out, run, columns):
         logs.append(lambda row: wandb.log(row, step=row["step"]))
     if tc["log_to"] == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(out, purge_step=run["step"] + 1)
+        writer = SummaryWriter(out, purge_step=step + 1)
         logs.append(lambda row: [*(writer.add_scalar(name, a, row["step"]) for name, a in row.items()), writer.flush()])
     return logs
 
@@ -496,9 +496,9 @@ def launch(given, settings=settings, make_task=Text):
             source = last if (last := out / "ckpt.pt").exists() else out
         old = load_checkpoint(source, text) if source else None
         tc, config = settings(given, old)
-        if resume and old["step"] >= tc.steps:
-            return say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
         if resume:
+            if old["step"] >= tc.steps:
+                return say(f"nothing to do: {out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
             say(f"going on from {old['path']}, step {old['step']}")
         need(tc.log_to, tc.log_to in LOGGERS)
         device = setup(tc.device, tc.threads)
