@@ -39,9 +39,10 @@ def tell(text):
 
 @contextmanager
 def noted_signals(promise, alone=True):
-    """Yield a list to which Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 (of Slurm) are added; a second of the first two stops at
-    once, if alone."""
-    noted, patient = [], {getattr(signal, name, signal.SIGTERM) for name in ("SIGHUP", "SIGUSR1")}  # none on Windows
+    """Yield a list to which Ctrl-C, SIGTERM, SIGHUP and SIGUSR1, which Slurm sends before the end,
+    are added. A second of the first two stops at once, if alone."""
+    # Windows has none of these
+    noted, patient = [], {getattr(signal, a, signal.SIGTERM) for a in ("SIGHUP", "SIGUSR1")}
 
     def note(number, frame):
         # torchrun passes on a Ctrl-C that all have had already; a closed terminal hangs up twice, and sends SIGTERM
@@ -53,7 +54,8 @@ def noted_signals(promise, alone=True):
     with ExitStack() as restore:                              # Python takes handlers in the main thread only
         with suppress(ValueError):
             for number in {signal.SIGINT, signal.SIGTERM, *patient}:
-                if number not in patient or signal.getsignal(number) != signal.SIG_IGN:     # nohup ignores one
+                # nohup ignores SIGHUP
+                if number not in patient or signal.getsignal(number) != signal.SIG_IGN:
                     restore.callback(signal.signal, number, signal.signal(number, note))
         yield noted
 
@@ -100,10 +102,12 @@ def check(config):
         kind = (int, float) if f.type is float else f.type
         if not isinstance(value, kind) or isinstance(value, bool) != (f.type is bool):
             raise UserError(f"{flag(f.name)} must be of type {f.type.__name__}, not {value!r}")
-        if f.type in (int, float) and not how["low"] <= value < how["high"]:     # false for nan, too
-            raise UserError(f"{flag(f.name)} must be at least {how['low']} and below {how['high']}, not {value}")
+        if f.type in (int, float) and not how["low"] <= value < how["high"]:  # false for nan, too
+            raise UserError(f"{flag(f.name)} must be at least {how['low']} and below {how['high']},"
+                            f" not {value}")
         if how["choices"] and value not in how["choices"]:
-            raise UserError(f"{flag(f.name)} must be one of {', '.join(how['choices'])}, not {value!r}")
+            known = ", ".join(how["choices"])
+            raise UserError(f"{flag(f.name)} must be one of {known}, not {value!r}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -114,7 +118,8 @@ class Parser(argparse.ArgumentParser):
             argparse.RawDescriptionHelpFormatter, max_help_position=30, width=118), **how)
 
     def _get_value(self, action, text):
-        """Return the value of a flag. An empty one, as for an unset $OUT, is a mistake, but where the default is that."""
+        """Return the value of a flag. An empty one, as of an unset $OUT, is a mistake, unless the
+        default is empty, too."""
         if not text and action.default != "":
             raise argparse.ArgumentError(action, "it is empty; give a value, or drop the flag")
         return super()._get_value(action, text)
@@ -124,7 +129,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser, title, cls, presets, skip=()):
-    """Add a group of flags, one for each field of a dataclass. One that was not given is absent from the result."""
+    """Add a group of flags, one for each field of a dataclass. One that was not given is absent
+    from the result."""
     group = parser.add_argument_group(title)
     for f in fields(cls):
         if f.name not in skip:
@@ -153,7 +159,7 @@ def add_device(parser, threads=0):
 
 def add_tasks(parser, tasks, plot, **how):
     """Add a subcommand for each of tasks, {name: function}, --json for all and --plot for those that `plot` names.
-    Return their parsers. how: more arguments of `add_device`. Each file of --json has the default of `mark`."""
+    Return their parsers. how: more arguments of `add_device`. Each file of --json has `mark`."""
     group = parser.add_subparsers(dest="task", metavar="TASK", required=True, prog=parser.prog)
     for name, run in tasks.items():
         task = group.add_parser(name, help=run.__doc__.partition(".")[0], description=run.__doc__)
@@ -179,7 +185,8 @@ def run_task(parse, argv):
         results = args.run(args, setup(args.device, args.threads))
         if args.json and results:
             with replacing(Path(args.json)) as temporary:
-                temporary.write_text(json.dumps(json.loads(f"{{{args.mark}}}") | results, indent=1) + "\n")
+                marked = json.loads(f"{{{args.mark}}}") | results
+                temporary.write_text(json.dumps(marked, indent=1) + "\n")
 
     return exit_code(run)
 
@@ -200,25 +207,28 @@ def replacing(path):
 
 
 def save_file(path, tree):
-    """Save with torch.save. Raises Halt where the file cannot be written, naming those that are intact."""
+    """Save with torch.save. Raises Halt where the file cannot be written, and names those that
+    are intact."""
     try:
         with replacing(path) as temporary:
             torch.save(tree, temporary)
     except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
         intact = ", ".join(sorted(p.name for p in path.parent.glob("*.pt"))) or "none"
-        raise Halt(f"cannot write {path} ({fault}); disk full? make room; intact, for --resume: {intact}")
+        raise Halt(f"cannot write {path} ({fault}); disk full? make room; "
+                   f"intact, for --resume: {intact}")
 
 
 def check_output(path, mark):
-    """Raise UserError where a file cannot be made, or would replace one in which this mark of the program is not.
-    Called before the work begins. Return whether there is such a file."""
+    """Return whether a file is there. Raises UserError where it cannot be written, or has not the
+    mark of this program, which did not write it then. Called before the work begins."""
     if not path:
         return
     exists = (path := Path(path)).exists()
     if exists != path.is_file() or not os.access(path if exists else f"{path.parent}/", os.W_OK):
         raise UserError(f"cannot write {path}; give another file, or make its folder")
     if exists and mark.encode() not in path.read_bytes():
-        raise UserError(f"{path} was not written by this program, and would be lost; give another file")
+        raise UserError(f"{path} was not written by this program, and would be lost; "
+                        "give another file")
     return exists
 
 
@@ -232,9 +242,9 @@ def check_picture(path):
 
 @contextmanager
 def locked(folder):
-    """Make a folder and hold it for this process. Raises UserError where another process holds it, or where no file
-    can be written. The kernel frees the lock of a killed process; what that left half written is removed. So is at the
-    end, as after a mistake, an empty folder."""
+    """Make a folder and hold it for this process. Raises UserError where another process holds it,
+    or where no file can be written. The kernel frees the lock of a killed process; what that left
+    half written is removed. So is at the end, as after a mistake, an empty folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (lock := folder / "lock").open("a+")
@@ -277,7 +287,8 @@ def picture(path, lines, x, y, log="", level=None, marked=None):
     from matplotlib.figure import Figure
     figure = Figure(figsize=(6.4, 4), layout="constrained")
     ax = figure.subplots(subplot_kw=dict(xlabel=x, ylabel=y))
-    colours = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000".split()     # Okabe, Ito: for all eyes
+    # Okabe, Ito: for all eyes
+    colours = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #000000".split()
     for i, (label, (xs, ys, *spreads)) in enumerate(lines.items()):
         how = dict(color=colours[i % 7], marker="os^vDPX"[i % 7], linestyle="-" if i < 7 else "--")
         ax.plot(xs, ys, label=label, markersize=4, markevery=max(1, len(xs) // 12), **how)
@@ -305,7 +316,8 @@ def save(figure, path):
 def curve(out, name):
     """Return the steps and the values of a column of OUT/log.csv."""
     try:
-        rows = [(int(row["step"]), row.get(name)) for row in csv.DictReader(Path(out, "log.csv").open())]
+        table = csv.DictReader(Path(out, "log.csv").open())
+        rows = [(int(row["step"]), row.get(name)) for row in table]
         if not rows:
             raise ValueError("it has no step yet")
         return list(zip(*((step, float(value)) for step, value in rows if value)))

@@ -82,9 +82,9 @@ class Corpus(NamedTuple):
 def read(name):
     """Return the Corpus of a name as --data takes it. Raises UserError for what cannot be read.
     'shakespeare' is data/shakespeare.txt, downloaded if missing. Without a network it is 'pydoc', Python's help text,
-    which differs between its versions. A folder stands for its token files, or else for its .txt, .json,
-    .jsonl and .ndjson files, in subfolders too, but for those of runs; any other name for a file.
-    'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
+    which differs between its versions. A folder stands for its token files, or else for its .txt,
+    .json, .jsonl and .ndjson files, in subfolders too, but for those of runs; any other name for a
+    file. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
     weighted = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
     if all(weighted):
         mix = tuple((float(part[2]), read(part[1])) for part in weighted)
@@ -127,17 +127,19 @@ def texts(name):
     """Return what is really read for a name, and its documents, each but the first with a BORDER before it."""
     if name == "pydoc" or name == "shakespeare" and not _shakespeare():
         from pydoc_data.topics import topics
-        return "pydoc (not tiny Shakespeare: not comparable with README)", ["\n".join(topics[topic] for topic in sorted(topics))]
+        text = "\n".join(map(topics.get, sorted(topics)))
+        return "pydoc (not tiny Shakespeare: not comparable with README)", [text]
     return str(name), _documents(SHAKESPEARE if name == "shakespeare" else Path(name))
 
 
 def _files(folder):
-    """Return the texts in a folder: each real file once, whatever links to it, and none of runs of train.py."""
-    inside = sorted(glob.glob("**", root_dir=folder, recursive=True), reverse=True)       # skips .hidden
+    """Return the texts in a folder: each real file once, whatever links to it, and none of runs."""
+    inside = sorted(glob.glob("**", root_dir=folder, recursive=True), reverse=True)  # skips .hidden
     runs = tuple(p.removesuffix("ckpt.pt") for p in inside if p.endswith(f"{os.sep}ckpt.pt"))
     if runs:
         tell(f"data: left out the runs in {folder}: {' '.join(runs)}")
-    kept = [f"{folder}/{p}" for p in inside if p.lower().endswith((".txt", *JSON)) and not p.startswith(runs)]
+    kept = [f"{folder}/{p}" for p in inside
+            if p.lower().endswith((".txt", *JSON)) and not p.startswith(runs)]
     return sorted({os.path.realpath(p): p for p in kept}.values())
 
 
@@ -151,7 +153,7 @@ def _documents(name):
                     yield BORDER * (n > 0) + text
                     n, length = n + 1, length + len(text)
                     if length % (4 * BLOCK) < len(text):                           # not too often
-                        tell(f"data: read {length:,} characters, {i} of {len(paths)} files in {name}")
+                        tell(f"data: read {length:,} characters, {i} of {len(paths)} files")
             row = 0
     except Exception as error:                          # its type depends on what the file is
         fault = f"{type(error).__name__} {error}" + f" after row {row}" * (row > 0)
@@ -176,7 +178,7 @@ def _rows(path):
             rows = json.load(file)
         else:
             rows = [dict(text=file.read().decode("utf-8-sig"))]
-        if isinstance(rows, dict):                      # config.json, of a run here or one that has not saved yet
+        if isinstance(rows, dict):                      # config.json, even of an unsaved run
             rows = [rows] if rows.keys() != {"train", "config", "data"} else []
         for row in rows:
             row["text"].encode()                        # fails for half of a surrogate pair, as BORDER is
@@ -248,14 +250,15 @@ def encode_prompt(tokenizer, prompt):
 
 
 def continue_text(model, tokenizer, place, n, **how):
-    """Yield what the model writes after a place, piece by piece, n tokens in all; `how` goes to model.generate. A
-    place, [state, list of the ids that it has not read], moves on with the text, so one may stop at any piece. At the
-    end the last id is left."""
+    """Yield what the model writes after a place, piece by piece, n tokens in all; `how` goes to
+    model.generate. A place, [state, list of the ids that it has not read], moves on with the text,
+    so one may stop at any piece. At the end the last id is left."""
     feed, unread, device = tokenizer.stream(), place[1], next(model.parameters()).device
 
     def drawn(ids, n):
         if ids:
-            place[0] = yield from model.generate(torch.tensor([ids], device=device), n, state=place[0], **how)
+            tokens = torch.tensor([ids], device=device)
+            place[0] = yield from model.generate(tokens, n, state=place[0], **how)
     while len(unread) > PIECE:
         yield "".join(drawn(unread[:PIECE], 0))               # nothing
         del unread[:PIECE]
@@ -375,7 +378,8 @@ def make_files(args):
         with replacing(out / "val.bin") as tail:
             val.tofile(tail)
         os.truncate(whole, 2 * len(train))
-    say(f"data: {len(train):,} and {len(val):,} ids; use them with --data {out} --tokenizer {args.tokenizer}")
+    say(f"data: {len(train):,} and {len(val):,} ids; use them with "
+        f"--data {out} --tokenizer {args.tokenizer}")
 
 
 def main(argv=None):

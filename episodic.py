@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, opt, plot, say, seeded
+from common import (Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, opt, plot,
+                    say, seeded)
 from data import BORDER, split
 from models import PRESETS, Config, Memory
 
@@ -86,7 +87,8 @@ class Watched(train.Task):
     """Say and draw at the end what was measured."""
 
     def finish(self, model, run):
-        say(f"done on {self.data['used']}: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a))
+        found = ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a)
+        say(f"done on {self.data['used']}: {found}")
         if self.tc.plot:
             plot([self.tc.out], self.columns, "share")
 
@@ -199,7 +201,8 @@ class Grok(Watched):
 
     def prepare(self, tc, old):
         self.p, self.vocab_size, self.data = tc.modulus, tc.modulus + 1, dict(used="sums", sha256="")
-        self.shown, self.held_out = (pairs.to(self.device) for pairs in sums(tc.modulus, 0.5, tc.seed))
+        both = sums(tc.modulus, 0.5, tc.seed)
+        self.shown, self.held_out = (pairs.to(self.device) for pairs in both)
         self.about = f"{len(self.shown):,} to train, {len(self.held_out):,} held out, modulo {self.p}"
 
     def begin(self, model):

@@ -26,7 +26,8 @@ import memory
 import models
 import omega
 import train
-from common import Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say, seeded
+from common import (Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say,
+                    seeded)
 from layer import rule, state_bytes
 from poly import grown
 

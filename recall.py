@@ -24,7 +24,8 @@ import torch
 import data
 import models
 import train
-from common import Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, replacing, run_task, say, seeded
+from common import (Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, replacing,
+                    run_task, say, seeded)
 
 
 # ---- recall of pairs
@@ -175,10 +176,12 @@ def variant(name, args, **more):
         try:
             given[key] = {"True": True, "False": False}[value] if kinds[key] is bool else kinds[key](value)
         except (KeyError, ValueError):
-            raise UserError(f"--model {name}: cannot set {key}={value}; give field=value, as muon=False")
+            raise UserError(f"--model {name}: cannot set {key}={value}; "
+                            "give field=value, as muon=False")
     steps, lr = given.pop("steps"), given.pop("lr")
     train.TrainConfig(steps=steps, lr=lr)                     # raises UserError
-    return models.configure(preset, **SMALL | chosen(vars(args), models.Config) | more | given), steps, lr
+    network = SMALL | chosen(vars(args), models.Config) | more | given
+    return models.configure(preset, **network), steps, lr
 
 
 def trained(name, seed, args, device, vocab, draw, title):
@@ -247,7 +250,7 @@ def campaign(args, trial, columns, x="", **how):
             records = old + [r for r in mine if r not in old]
             return records, {(r["model"], r["seed"]): r for r in records
                              if r["model"] in settings and matches(r["settings"], settings[r["model"]])}
-        except (ValueError, KeyError, TypeError):
+        except Exception:                                     # its type depends on what the file is
             raise UserError(f"--json {file} holds no results of such a task; give another file")
     for seed, name in itertools.product(args.seeds, args.model):
         if (name, seed) not in known()[1]:
@@ -337,7 +340,8 @@ def ablation_task(args, device):
 
 
 TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
-SETTINGS = "task steps lr batch_size seq_len lengths pairs vocab train_lengths".split()       # of a result
+# of a result
+SETTINGS = "task steps lr batch_size seq_len lengths pairs vocab train_lengths".split()
 
 
 def parse(argv=None):
@@ -351,8 +355,8 @@ def parse(argv=None):
         add_number(task, "--steps", 1, steps, "of training")
         add_number(task, "--batch-size", 1, batch_size, "sequences at a time")
         add_number(task, "--lr", 0.0, 5e-3, "peak learning rate of AdamW")
-        add_flags(task, "the network; in [] is what atlas has", models.Config, models.PRESETS["atlas"] | SMALL,
-                  skip=train.NO_FLAG)
+        add_flags(task, "the network; in [] is what atlas has", models.Config,
+                  models.PRESETS["atlas"] | SMALL, skip=train.NO_FLAG)
     add_number(needle, "--lengths", 16, [128, 256, 512, 1024, 2048, 4096], "of test texts")
     add_number(needle, "--train-lengths", 16, LENGTHS, "of training texts, in turn")
     add_number(mqar, "--pairs", 1, [4], "in a text")

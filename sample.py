@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from common import (Parser, UserError, add_device, add_number, check_output, exit_code, noted_signals, save_file, say,
-                    setup, tell)
+from common import (Parser, UserError, add_device, add_number, check_output, exit_code,
+                    noted_signals, save_file, say, setup, tell)
 from data import continue_text, encode_prompt
 from train import load_checkpoint, rebuild
 
@@ -45,7 +45,8 @@ def load_state(path, origin=None, model=None):
             model.check_state(state)
         return state, ids
     except Exception as fault:                                # its type depends on what the file is
-        raise UserError(f"{path} is no --save-state of this --ckpt ({fault!r:.99}); give another file")
+        raise UserError(f"{path} is no --save-state of this --ckpt ({fault!r:.99}); "
+                        "give another file")
 
 
 def speak(args):
@@ -72,9 +73,10 @@ def speak(args):
     show = partial(say if args.save_state else print, end="", flush=True)
     with noted_signals("stopping here, and saving") if args.save_state else nullcontext() as noted:
         for i in range(args.num):
-            place = [state, [*ids]]                           # the next text begins with what is left unread
+            place = [state, [*ids]]                           # where the next text goes on
             show("---------------\n" * (i > 0) + prompt * (args.tokens > 0))
-            for piece in until(args.stop, continue_text(model, tokenizer, place, args.tokens, **how)):
+            text = continue_text(model, tokenizer, place, args.tokens, **how)
+            for piece in until(args.stop, text):
                 show(piece)
                 if noted:
                     break

@@ -1063,7 +1063,7 @@ def test_shakespeare(tmp_path, monkeypatch, capsys, served):
         assert train.main([*NET, *RUN, "--steps", "4", "--out", str(tmp_path / "out")]) == 0
         assert eval.main(["--stream", "0", "--device", "cpu", "--ckpt", str(tmp_path / "out")]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert sum("not comparable with README" in line for line in lines) == 4    # twice in train.py, once at its end
+        assert sum("not comparable with README" in line for line in lines) == 4
         assert any(re.match("done: .*not comparable.* loss", line) for line in lines)
 
 
@@ -1093,7 +1093,8 @@ def test_mistakes_are_told_in_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: open("/gone"))           # an OSError, as without network
     for name, body in {"empty": b"\n\n", "latin": b"\xef\xbb\xbf ab\xe9t\xe9", "a.jsonl": b'{"text": "a"}\n{"b": 1}',
-                       "b.json": b'{"text": 1}', "deep.jsonl": b"[" * 100_000, "c.txt.gz": b"\x1f\x8b\x08", "tok/train.bin": b"\1\0" * 20,
+                       "b.json": b'{"text": 1}', "deep.jsonl": b"[" * 100_000,
+                       "c.txt.gz": b"\x1f\x8b\x08", "tok/train.bin": b"\1\0" * 20,
                        "tok/val.bin": b"\1\1\0\0" * 5, "odd/train.bin": b"\1\0\1", "name/medieval.bin": b"\1\0" * 9,
                        "wide/val.bin": np.arange(999, dtype="<u4").tobytes(),
                        "cut/val.bin": LLM_C + b"\1\0" * 299}.items():
@@ -1415,11 +1416,12 @@ MISTAKES = [                                                  # program, flags, 
     (train, "--model swa --wiring mag", "memory"), (train, "--shard 4 --wiring mac", "--shard"),
     (train, "--degree 4 --head-dim 64", "107 GB"), (train, "--n-head 5 --head-dim 0", "--n-head"),
     (data, "--data words --tokenizer byte --out words", "--out words"), (train, "--device mps", "mps"),
-    *((module, f"{argv}=", f"{argv.split()[-1]}: it is empty") for module, argv in (    # an unset variable
-        (train, "--out"), (train, "--data"), (train, "--init"), (train, "--plot"), (episodic, "--out"),
-        (data, "--data"), (data, "--data words --out"), (eval, "loss --ckpt"), (eval, "--data"), (eval, "--json"),
-        (eval, "mixing --plot"), (recall, "mqar --json"), (bench, "rule --json"), (sample, "--ckpt"),
-        (sample, "--save-state"), (sample, "--load-state"))),
+    *((module, f"{argv}=", f"{argv.split()[-1]}: it is empty") for module, argv in (
+        (train, "--out"), (train, "--data"), (train, "--init"), (train, "--plot"),
+        (episodic, "--out"), (data, "--data"), (data, "--data words --out"), (eval, "loss --ckpt"),
+        (eval, "--data"), (eval, "--json"), (eval, "mixing --plot"), (recall, "mqar --json"),
+        (bench, "rule --json"), (sample, "--ckpt"), (sample, "--save-state"),
+        (sample, "--load-state"))),                           # of an unset variable
     (train, "--resume", "ckpt.pt"), (train, "--init words", "words"), (train, "--data gone", "gone"),
     (train, "--data words --seq-len 400", "short"), (train, "--muon False", "False"),
     (train, "--data words --out words", "--out words"), (train, "--repeats 0.5 --seq-len 16", "--seq-len"),
@@ -1429,7 +1431,7 @@ MISTAKES = [                                                  # program, flags, 
     (eval, "--ckpt gone", "gone"), (eval, "capacity --json run", "run"), (eval, "", "TASK"),
     (eval, "probe --ckpt run --no-write", "--no-write"), (recall, "mqar --window 0", "--window"),
     (recall, "mqar --pairs 1 7", "vocab=16"), (recall, "mqar --model gpt", "transformer"), (recall, "mar", "mqar"),
-    (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mqar --json words", "words was not"),
+    (recall, "mad --model atlas,muon=no", "muon=no"), (recall, "mqar --json words", "was not"),
     (bench, "rule --json gone/x", "gone"), (episodic, "--stablemax", "grok")]
 
 
@@ -1444,13 +1446,15 @@ def test_a_mistake_is_one_line_that_names_it(module, argv, word, trained, text, 
 
 
 def test_no_program_writes_over_what_it_did_not_write(copy, capsys, monkeypatch):
-    """Catches a checkpoint, text, photograph or hours of training lost to a slip. Its own a program does replace."""
+    """Catches a checkpoint, text, photograph or hours of training lost to a slip. A program does
+    replace its own files."""
     monkeypatch.chdir(copy)
     monkeypatch.setattr(common, "need", lambda *_: None)      # matplotlib
     Path("photo.png").write_bytes(b"\x89PNG")
     Path("mine.png").write_bytes(b"Software Matplotlib")
     Path("curves.png").symlink_to("photo.png")
-    for name, body in ("keep.txt", "keep"), ("other.json", '{"name": "x"}'), ("list.json", "[]"), ("records.json", '{"records": [0]}'), ("mine/lock", "keep"):
+    for name, body in {"keep.txt": "keep", "other.json": '{"name": "x"}', "list.json": "[]",
+                       "records.json": '{"records": [0]}', "mine/lock": "keep"}.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(body)
     assert eval.main("mixing --json m.json".split()) == 0
@@ -1458,14 +1462,20 @@ def test_no_program_writes_over_what_it_did_not_write(copy, capsys, monkeypatch)
     assert eval.main("mixing --json m.json".split()) == 0 and contents(copy) == before
     common.check_picture("mine.png")
     for module, argv, word in [
-            *((program, f"{task} --device cpu --json {file}", file) for file in ("best.pt", "other.json", "list.json")
-              for program, task in ((eval, "mixing"), (bench, "rule --length 8"), (recall, "mqar"))),
-            (recall, "mqar --json m.json", "m.json was not"), (recall, "mqar --json records.json", "no results"), (bench, "peers --json m.json", "m.json was not"),
-            (eval, "mixing --json /dev/null", "/dev/null"), (eval, "mixing --plot keep.txt", ".png"),
-            (eval, "mixing --plot keep", ".png"), (eval, "mixing --plot photo.png", "photo.png"),
-            (train, "--plot .", "curves.png"), (episodic, "--plot --out . --device cpu --data keep.txt", "curves.png"),
-            (sample, "--ckpt . --save-state keep.txt", "keep.txt"), (train, "--out mine --data pydoc", "mine/lock")]:
-        assert word in refused(capsys, module.main, *argv.split()) and contents(copy) == before, argv
+            *((program, f"{task} --device cpu --json {file}", file)
+              for file in ("best.pt", "other.json", "list.json")
+              for program, task in ((eval, "mixing"), (bench, "rule"), (recall, "mqar"))),
+            (recall, "mqar --json m.json", "m.json was not"),
+            (recall, "mqar --json records.json", "no results"),
+            (bench, "peers --json m.json", "m.json was not"),
+            (eval, "mixing --json /dev/null", "/dev/null"),
+            (eval, "mixing --plot keep.txt", ".png"), (eval, "mixing --plot keep", ".png"),
+            (eval, "mixing --plot photo.png", "photo.png"), (train, "--plot .", "curves.png"),
+            (episodic, "--plot --out . --device cpu --data keep.txt", "curves.png"),
+            (sample, "--ckpt . --save-state keep.txt", "keep.txt"),
+            (train, "--out mine --data pydoc", "mine/lock")]:
+        assert word in refused(capsys, module.main, *argv.split()), argv
+        assert contents(copy) == before, argv
 
 
 def test_resume_refuses_what_would_change_the_run(copy, text, tmp_path, capsys):
@@ -1520,19 +1530,23 @@ def test_one_folder_one_run(copy, text, capsys):
 
 
 def test_a_checkpoint_is_read_only_when_the_folder_is_held(copy, monkeypatch, capsys):
-    """Catches a run that goes on from where another was, over the files of that, which has finished meanwhile."""
+    """Catches a run that goes on from where another was, over its files. It has finished since."""
     held, real = [], train.load_checkpoint
-    monkeypatch.setattr(train, "load_checkpoint", lambda path, *how: held.append((copy / "lock").exists())
-                        or real(path, *how))
+
+    def load(path, *how):
+        held.append((copy / "lock").exists())
+        return real(path, *how)
+    monkeypatch.setattr(train, "load_checkpoint", load)
     for name in "ckpt.pt.7.tmp", "best.pt.77.tmp", "notes.tmp":
         (copy / name).write_text("half")                      # of a killed process, and the user's
     assert train.main(f"--resume --device cpu --out {copy}".split()) == 0 and held == [True]
     assert {*os.listdir(copy)} == {"ckpt.pt", "best.pt", "config.json", "log.csv", "notes.tmp"}
-    assert "ckpt.pt" in refused(capsys, train.main, "--resume", "--out", copy / "a/b") and not (copy / "a").exists()
+    assert "ckpt.pt" in refused(capsys, train.main, "--resume", "--out", copy / "a/b")
+    assert not (copy / "a").exists()
 
 
 def test_a_full_disk_leaves_what_resume_goes_on_from(text, tmp_path, monkeypatch, capsys):
-    """Catches a line that tells of no checkpoint where best.pt is good, and a --resume that does not see it."""
+    """Catches a line that knows no checkpoint where best.pt is good, a --resume without it."""
     real = torch.save
 
     def save(tree, path):
@@ -1567,25 +1581,27 @@ def test_memory_floor_and_probe(text, tmp_path, monkeypatch, capsys):
     assert eval.main(probe) == 0 and "is idle" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("damage", [lambda whole: whole + b"\0\0", lambda whole: whole.replace(b",", b";"),
-                                    lambda whole: whole + b"\xff\n", lambda whole: whole + b"\n5\n,\n"])
-def test_a_damaged_log_moves_aside(damage, copy, text, capsys):
-    """The checkpoint is good: --resume goes on, and says what became of the log. A plot tells it in a line."""
+@pytest.mark.parametrize("old, new", [
+    (b"\n", b"\n\0\0"), (b",", b";"), (b"0", b"\xff"), (b"1", b"\n,")])
+def test_a_damaged_log_moves_aside(old, new, copy, text, capsys):
+    """The checkpoint is good: --resume goes on, and says what became of the log."""
     log = copy / "log.csv"
     for n, last in (1, 11), (2, 12):
-        log.write_bytes(damaged := damage(log.read_bytes()))
+        log.write_bytes(damaged := log.read_bytes().replace(old, new))
         with pytest.raises(common.UserError, match="log.csv"):
             common.curve(copy, "loss")
         assert train.main(f"--resume --out {copy} --steps {last} --device cpu".split()) == 0
-        assert f"a damaged log.csv lay in {copy}; it is now in {copy}/old-{n}" in capsys.readouterr().out
-        assert (copy / f"old-{n}/log.csv").read_bytes() == damaged and rows(copy, "step") == [(str(last),)]
+        said = capsys.readouterr().out
+        assert f"a damaged log.csv lay in {copy}; it is now in {copy}/old-{n}" in said
+        assert (copy / f"old-{n}/log.csv").read_bytes() == damaged
+        assert rows(copy, "step") == [(str(last),)]
     log.write_text(log.read_text().partition("\n")[0] + "\n")
     with pytest.raises(common.UserError, match="no step yet"):
         common.plot([str(copy)])
 
 
 def test_a_folder_of_texts_may_hold_runs(text, tmp_path, monkeypatch, capsys):
-    """Catches settings, samples and older runs that are read as texts. A run may lie beside the texts, too."""
+    """Catches settings, samples and older runs that are read as texts; also beside the texts."""
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text(text.read_text())
     Path("killed").mkdir()                                    # before it saved
@@ -1883,7 +1899,7 @@ def test_a_text_goes_on_from_a_saved_state(trained, tmp_path, capsys, monkeypatc
 
 @pytest.mark.parametrize("call, tokens", [(2, 0), (2, 12), (9, 12)])
 def test_ctrl_c_saves_what_was_read(call, tokens, trained, tmp_path, capsys, monkeypatch):
-    """Catches a book that is read in vain: what was read and written goes on from the file, and so does the rest."""
+    """Catches a book that is read in vain: the file goes on where the text was left."""
     calls, real, greedy = [], models.LM.forward, ("--temperature", 0)
     whole = speak(capsys, trained, *greedy, "--prompt", "to be or not to be")
 
@@ -1894,11 +1910,13 @@ def test_ctrl_c_saves_what_was_read(call, tokens, trained, tmp_path, capsys, mon
         return real(*args)
     monkeypatch.setattr(models.LM, "forward", forward)
     monkeypatch.setattr(data, "PIECE", 4)
-    argv = ["--ckpt", trained, "--device", "cpu", *greedy, "--prompt", "to be or not to be", "--save-state"]
-    assert sample.main([*map(str, argv), str(tmp_path / "read"), "--tokens", str(tokens)]) == 130
+    argv = ["--ckpt", trained, "--device", "cpu", *greedy, "--prompt", "to be or not to be",
+            "--tokens", tokens, "--save-state", tmp_path / "read"]
+    assert sample.main(list(map(str, argv))) == 130
     said = capsys.readouterr().out[:-1] if tokens else "to be or not to be"
     assert len(calls) == call and len(said) == 18 + max(0, call - 4)
-    assert said + speak(capsys, trained, *greedy, "--load-state", tmp_path / "read", "--tokens", 48 - len(said)) == whole
+    more = "--load-state", tmp_path / "read", "--tokens", 48 - len(said)
+    assert said + speak(capsys, trained, *greedy, *more) == whole
 
 
 # ---- eval.py
@@ -2251,7 +2269,8 @@ def test_commands(monkeypatch, capsys):
     monkeypatch.setattr(train, "launch", lambda given, read=train.settings, *_, **how: read(given) and None)
     monkeypatch.setattr(recall, "campaign", lambda args, *_, **how: {
         name: dict(text=[1.0 * len(recall.variant(name, args))]) for name in args.model})
-    for owner in "data.make_files sample.speak train.plot common.need episodic.check_picture".split():
+    for owner in ("data.make_files", "sample.speak", "train.plot", "common.need",
+                  "episodic.check_picture"):
         monkeypatch.setattr(owner, lambda *_: None)
     idle = lambda *_: None
     idle.__doc__ = "Do nothing."

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, check, chosen, exit_code, flag, locked, native_bfloat16, need,
-                    noted_signals, opt, pick_dtype, plot, replacing, save_file, say, setup)
+from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, check, chosen, exit_code,
+                    flag, locked, native_bfloat16, need, noted_signals, opt, pick_dtype, plot,
+                    replacing, save_file, say, setup)
 from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt, make_tokenizer, read,
                   repeated, streams, windows)
 from models import LM, PRESETS, SIZES, Config, holds_all, sized
@@ -70,7 +71,8 @@ class TrainConfig:
     log_to: str = opt("csv", "log to Weights & Biases or to TensorBoard files in --out, too", ("csv", *LOGGERS))
     log_every: int = opt(10, "steps between log lines", low=1)
     device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", DEVICES)
-    dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32", ("auto", "float32", "bfloat16"))
+    dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32",
+                     ("auto", "float32", "bfloat16"))
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
     remat: bool = opt(False, "compute each block again in backward: less memory, a third more time")
     threads: int = opt(0, "CPU threads; 0: torch decides")
@@ -84,16 +86,16 @@ TRAIN_SIZES = {                                               # differences from
     "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, gates_lr=0.1, outer_muon_lr=4e-2, steps=500,
                  eval_every=200),
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
-    **{name: dict(PAPER, steps=3000, lr=3e-3) for name in "34m 54m 67m".split()},             # 1.5 billion tokens
+    **{name: dict(PAPER, steps=3000, lr=3e-3) for name in "34m 54m 67m".split()},     # 1.5e9 tokens
     "195m": dict(PAPER, steps=8000, lr=3e-3),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
-    "340m": dict(PAPER | dict(batch_size=4, grad_accum=32), steps=30_000, lr=1.5e-3),      # in batches that fit 80 GB
-    "760m": dict(PAPER | dict(batch_size=2, grad_accum=64), steps=60_000, lr=1.25e-3),
-    "1.3b": dict(PAPER | dict(batch_size=2, grad_accum=64), steps=200_000, lr=7e-4),
+    "340m": PAPER | dict(batch_size=4, grad_accum=32, steps=30_000, lr=1.5e-3),   # as fits 80 GB
+    "760m": PAPER | dict(batch_size=2, grad_accum=64, steps=60_000, lr=1.25e-3),
+    "1.3b": PAPER | dict(batch_size=2, grad_accum=64, steps=200_000, lr=7e-4),
 }
 NO_FLAG = "vocab_size", "attention", "embed_lr"               # which tokenizer, preset and size decide
-LAUNCH = {*"out resume device compile threads log_to".split()}             # never from a checkpoint
-FREE = LAUNCH | {*"data steps eval_every log_every remat".split()}        # may differ on --resume; rates may be lower
+LAUNCH = {*"out resume device compile threads log_to".split()}     # never from a checkpoint
+FREE = LAUNCH | {*"data steps eval_every log_every remat".split()}         # may differ on --resume
 KEPT = {"model", "size", "tokenizer"}                         # --init takes them from the checkpoint
 
 
@@ -121,7 +123,7 @@ def settings(given, old=None):
     values = TRAIN_SIZES[size] | network | kept | given | {"size": size}
     tc, config = (cls(**chosen(values, cls)) for cls in (TrainConfig, Config))
     if tc.documents and (config.forget == "zero" or config.wiring != "lmm" and config.persistent):
-        raise UserError("--documents needs --forget start and, with another --wiring than lmm, --persistent 0")
+        raise UserError("--documents needs --forget start, and with --wiring also --persistent 0")
     if tc.repeats and tc.seq_len < 32:
         raise UserError(f"--repeats needs a --seq-len of 32 or more, not {tc.seq_len}")
     if tc.grad_accum % PROCESSES:
@@ -161,7 +163,7 @@ class Task:
         self.prepare(tc, old)
 
     def prepare(self, tc, old):
-        """Read the data. old: the dict of the checkpoint that the run goes on or begins from, if any."""
+        """Read the data. old: the dict of the checkpoint that the run begins from, or None."""
 
     def begin(self, model):
         """Change the starting values of a new model, or say what a new run is about to cost."""
@@ -229,7 +231,8 @@ class Text(Task):
         loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype)
         torch.manual_seed(tc.seed)
         start = encode_prompt(self.tokenizer, "")
-        say("\n" + "".join(continue_text(model, self.tokenizer, [None, start], SAMPLE, temperature=0.8)) + "\n")
+        text = continue_text(model, self.tokenizer, [None, start], SAMPLE, temperature=0.8)
+        say(f"\n{''.join(text)}\n")
         if self.device.type == "cuda":
             say(f"peak memory on the GPU: {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB")
         before, after = run["start"]["val"], run["end"]["val"]
@@ -260,8 +263,8 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
 
 
 def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
-    """Say the mean loss of a split, or of its first REPORT_TOKENS, memory reset at each window and carried on. Return the
-    former, in nats a token."""
+    """Say the mean loss of a split, or of its first REPORT_TOKENS, memory reset at each window and
+    carried on. Return the former, in nats a token."""
     losses, split, ids = [], len(ids), ids[:REPORT_TOKENS]
     for carry, name in (False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams"):
         # where the state holds every token, each costs more than the last
@@ -369,18 +372,18 @@ def train(model, optimizers, run, task):
 
 
 # ---- logs and checkpoints
-COLUMNS = "step loss grad_norm lr tokens_per_s seconds".split()             # of log.csv, before the task's
+COLUMNS = "step loss grad_norm lr tokens_per_s seconds".split()     # of log.csv, before the task's
 
 
 def open_logs(out, run, columns):
-    """Prepare OUT for the steps after run["step"] -> functions that log a row. To OUT/old-N moves an earlier run, or a
-    log.csv that a power cut or a spreadsheet has damaged."""
+    """Prepare OUT for the steps after run["step"] -> functions that log a row. An earlier run, or a
+    log.csv that a power cut or a spreadsheet has damaged, moves to OUT/old-N."""
     step, log, tc, rows = run["step"], out / "log.csv", run["train"], []
     left = ("log.csv" if step else "ckpt.pt best.pt log.csv config.json events.out.*").split()
     with suppress(ValueError):
-        if step and log.exists():                             # what a killed run logged but did not save is left out
-            rows = [row for row in log.read_text().split()[1:] if int(row.partition(",")[0]) <= step]
-            left = ()
+        if step and log.exists():                             # without what a kill left unsaved
+            lines = log.read_text().split()[1:]
+            rows, left = [a for a in lines if int(a.partition(",")[0]) <= step], ()
     if left := [path for name in left for path in out.glob(name)]:
         old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
         old.mkdir()
@@ -417,8 +420,8 @@ def load_checkpoint(path, text=True):
             raise ValueError("a run of episodic.py" if ckpt["format"] == FORMAT else "of another format")
         Config(**ckpt["config"])                              # TypeError for a field that it lacks
     except Exception as fault:                                # its type depends on what the file is
-        why = str(fault).partition("\n")[0] if isinstance(fault, (TypeError, ValueError)) else type(fault).__name__
-        raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this train.py")
+        raise UserError(f"cannot load {path} ({fault!r:.99}): missing, damaged, "
+                        "or not made by this train.py")
     return dict(ckpt, path=str(path))
 
 
@@ -427,8 +430,9 @@ def read_text(name, ckpt):
     try:
         return read(name)
     except UserError as fault:
-        known = ckpt and ckpt["train"]["data"] == name
-        raise UserError(f"{fault}; the name is from {ckpt['path']}, --data replaces it" if known else fault)
+        if ckpt and ckpt["train"]["data"] == name:
+            raise UserError(f"{fault}; the name is from {ckpt['path']}, --data replaces it")
+        raise
 
 
 def rebuild(ckpt, config=None):
@@ -452,7 +456,8 @@ def parse(argv=None):
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
     add_flags(parser, "the run", TrainConfig, presets, skip=NO_FLAG)
     add_flags(parser, "the network", Config, presets, skip=NO_FLAG)
-    parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS, help="draw OUT/curves.png, no run")
+    parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS,
+                        help="no run: draw OUT/curves.png, the losses of runs")
     return vars(parser.parse_args(argv))
 
 
@@ -490,15 +495,16 @@ def launch(given, settings=settings, make_task=Text):
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
     out = Path(given.get("out", TrainConfig.out))
-    with nullcontext() if RANK else locked(out):              # before a checkpoint is read: another run may write it
+    with nullcontext() if RANK else locked(out):              # before a checkpoint is read
         resume, source = given.get("resume"), given.get("init")
-        if resume:                                                # a disk may have been full after best.pt
+        if resume:                                            # the disk may be full after best.pt
             source = last if (last := out / "ckpt.pt").exists() else out
         old = load_checkpoint(source, text) if source else None
         tc, config = settings(given, old)
         if resume:
             if old["step"] >= tc.steps:
-                return say(f"nothing to do: {out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
+                return say(f"nothing to do: {out} has {old['step']} of {tc.steps} steps; "
+                           "--steps N trains it longer")
             say(f"going on from {old['path']}, step {old['step']}")
         need(tc.log_to, tc.log_to in LOGGERS)
         device = setup(tc.device, tc.threads)
@@ -509,7 +515,8 @@ def launch(given, settings=settings, make_task=Text):
         tc.compile = given.get("compile", device.type == "cuda")
         task = make_task(tc, device, pick_dtype(tc.dtype, device), old)
         if resume and task.data["sha256"] != old["data"]["sha256"]:
-            raise UserError(f"{tc.out} was trained on {old['data']['used']}, another text than --data {tc.data}; give that")
+            raise UserError(f"{out} was trained on {old['data']['used']}, another text than "
+                            f"--data {tc.data}; give that")
         torch.manual_seed(tc.seed)
         config.vocab_size = task.vocab_size
         model = rebuild(old, config)[0] if old else LM(config)
@@ -520,10 +527,10 @@ def launch(given, settings=settings, make_task=Text):
         if resume:
             run = {key: old[key] for key in run}
         where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-        say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
-            f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
-            f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(task.dtype)[6:]}"
-            + ", compiling .." * tc.compile)
+        say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, "
+            f"settings in {out}/config.json\ndata     {task.data['used']}: {task.about}\n"
+            f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, "
+            f"{str(task.dtype)[6:]}" + ", compiling .." * tc.compile)
         optimizers = task.optimizers(model)
         for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
             optimizer.load_state_dict(state)
@@ -531,7 +538,7 @@ def launch(given, settings=settings, make_task=Text):
         run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
         stopped = train(model, optimizers, run, task)
         if PROCESSES > 1:
-            dist.barrier()                                        # torchrun ends all when one ends: not before 0 has saved
+            dist.barrier()                # torchrun ends all when one ends: not before 0 has saved
             dist.destroy_process_group()
         if not (RANK or stopped):
             task.finish(model, run)
