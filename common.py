@@ -120,7 +120,8 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action, text):
         """Return the value of a flag. An empty one, as of an unset $OUT, is a mistake, unless the
         default is empty, too."""
-        if not text and action.default != "":
+        # argparse shows all that follows a subcommand to that, too, which has choices
+        if not (text or action.choices or action.default == ""):
             raise argparse.ArgumentError(action, "it is empty; give a value, or drop the flag")
         return super()._get_value(action, text)
 

@@ -1416,9 +1416,10 @@ MISTAKES = [                                                  # program, flags, 
     (train, "--model swa --wiring mag", "memory"), (train, "--shard 4 --wiring mac", "--shard"),
     (train, "--degree 4 --head-dim 64", "107 GB"), (train, "--n-head 5 --head-dim 0", "--n-head"),
     (data, "--data words --tokenizer byte --out words", "--out words"), (train, "--device mps", "mps"),
-    *((module, f"{argv}=", f"{argv.split()[-1]}: it is empty") for module, argv in (
-        (train, "--out"), (train, "--data"), (train, "--init"), (train, "--plot"),
-        (episodic, "--out"), (data, "--data"), (data, "--data words --out"), (eval, "loss --ckpt"),
+    *((module, f"{argv} ''", f"{re.findall('--[a-z-]+', argv)[-1]}: it is empty")
+      for module, argv in (
+        (train, "--out"), (train, "--data"), (train, "--init"), (train, "--plot run"),
+        (episodic, "--out"), (data, "--data"), (data, "--data words --out"), (eval, "loss --ckpt run"),
         (eval, "--data"), (eval, "--json"), (eval, "mixing --plot"), (recall, "mqar --json"),
         (bench, "rule --json"), (sample, "--ckpt"), (sample, "--save-state"),
         (sample, "--load-state"))),                           # of an unset variable
@@ -1442,7 +1443,7 @@ def test_a_mistake_is_one_line_that_names_it(module, argv, word, trained, text, 
     Path("words").symlink_to(text)
     Path("run").symlink_to(trained)
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(b"to \xff")))
-    assert word in refused(capsys, module.main, *argv.split()) and len(os.listdir()) == 2
+    assert word in refused(capsys, module.main, *shlex.split(argv)) and len(os.listdir()) == 2
 
 
 def test_no_program_writes_over_what_it_did_not_write(copy, capsys, monkeypatch):
