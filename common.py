@@ -51,8 +51,8 @@ def noted_signals(promise, alone=True):
         noted.append(number)
         with suppress(OSError):                               # the same Ctrl-C may have ended `2>&1 | tee log`
             os.write(2, f"\n{promise}; once more stops at once\n".encode())
-    with ExitStack() as restore:                              # Python takes handlers in the main thread only
-        with suppress(ValueError):
+    with ExitStack() as restore:
+        with suppress(ValueError):                            # outside of the main thread
             for number in {signal.SIGINT, signal.SIGTERM, *patient}:
                 # nohup ignores SIGHUP
                 if number not in patient or signal.getsignal(number) != signal.SIG_IGN:
@@ -82,7 +82,7 @@ def exit_code(task):
 
 
 # ---- settings and flags
-DEVICES = "auto", "cpu", "cuda", "mps"
+DEVICES = "auto cpu cuda mps".split()
 
 
 def opt(default, help, choices=None, low=0, high=2**31):
@@ -106,8 +106,8 @@ def check(config):
             raise UserError(f"{flag(f.name)} must be at least {how['low']} and below {how['high']},"
                             f" not {value}")
         if how["choices"] and value not in how["choices"]:
-            known = ", ".join(how["choices"])
-            raise UserError(f"{flag(f.name)} must be one of {known}, not {value!r}")
+            raise UserError(f"{flag(f.name)} must be one of {', '.join(how['choices'])}, "
+                            f"not {value!r}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -186,9 +186,8 @@ def run_task(parse, argv):
         results = args.run(args, setup(args.device, args.threads))
         if args.json and results:
             with replacing(Path(args.json)) as temporary:
-                marked = json.loads(f"{{{args.mark}}}") | results
-                temporary.write_text(json.dumps(marked, indent=1) + "\n")
-
+                results = json.loads(f"{{{args.mark}}}") | results
+                temporary.write_text(json.dumps(results, indent=1) + "\n")
     return exit_code(run)
 
 
@@ -214,7 +213,7 @@ def save_file(path, tree):
         with replacing(path) as temporary:
             torch.save(tree, temporary)
     except (OSError, RuntimeError) as fault:                  # torch tells of a full disk by a RuntimeError
-        intact = ", ".join(sorted(p.name for p in path.parent.glob("*.pt"))) or "none"
+        intact = ", ".join(p.name for p in path.parent.glob("*.pt")) or "none"
         raise Halt(f"cannot write {path} ({fault}); disk full? make room; "
                    f"intact, for --resume: {intact}")
 
@@ -245,7 +244,8 @@ def check_picture(path):
 def locked(folder):
     """Make a folder and hold it for this process. Raises UserError where another process holds it,
     or where no file can be written. The kernel frees the lock of a killed process; what that left
-    half written is removed. So is at the end, as after a mistake, an empty folder."""
+    half written is removed. So is at the end, as after a mistake, what was made and is empty."""
+    made = [a for a in (folder, *folder.parents) if not a.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (lock := folder / "lock").open("a+")
@@ -253,7 +253,7 @@ def locked(folder):
         raise UserError(f"cannot write in --out {folder} ({fault.strerror}); give another folder")
     with file:
         holder = lock.read_text(errors="replace")
-        if holder[:8] not in ("", "process "):
+        if holder and not holder.startswith("process "):
             raise UserError(f"{lock} is no lock, and would be lost; give another --out")
         try:
             import fcntl
@@ -271,7 +271,8 @@ def locked(folder):
         finally:
             lock.unlink(missing_ok=True)
             with suppress(OSError):                           # not empty
-                os.removedirs(folder)
+                for empty in made:
+                    empty.rmdir()
 
 
 def need(package, wanted=True):

@@ -20,6 +20,7 @@ from common import (Parser, UserError, add_device, add_number, check_output, exi
 from data import continue_text, encode_prompt
 from train import load_checkpoint, rebuild
 
+
 def until(stop, pieces):
     """Yield the text of pieces up to the first `stop`, as soon as it cannot be the beginning of one."""
     waiting = ""
@@ -67,15 +68,16 @@ def speak(args):
     state, ids = load_state(args.load_state, origin, model) if args.load_state else (None, [])
     ids = [*ids, *map(int, encode_prompt(tokenizer, prompt) if prompt or not ids else ())]
     tell(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}")
-    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p,
-               generator=torch.Generator(device).manual_seed(args.seed))
+    draws = torch.Generator(device).manual_seed(args.seed)
     # whoever saves reads on when `| head` has seen enough
     show = partial(say if args.save_state else print, end="", flush=True)
     with noted_signals("stopping here, and saving") if args.save_state else nullcontext() as noted:
         for i in range(args.num):
             place = [state, [*ids]]                           # where the next text goes on
             show("---------------\n" * (i > 0) + prompt * (args.tokens > 0))
-            text = continue_text(model, tokenizer, place, args.tokens, **how)
+            text = continue_text(
+                model, tokenizer, place, args.tokens, temperature=args.temperature,
+                top_k=args.top_k, top_p=args.top_p, generator=draws)
             for piece in until(args.stop, text):
                 show(piece)
                 if noted:

@@ -1419,7 +1419,8 @@ MISTAKES = [                                                  # program, flags, 
     *((module, f"{argv} ''", f"{re.findall('--[a-z-]+', argv)[-1]}: it is empty")
       for module, argv in (
         (train, "--out"), (train, "--data"), (train, "--init"), (train, "--plot run"),
-        (episodic, "--out"), (data, "--data"), (data, "--data words --out"), (eval, "loss --ckpt run"),
+        (episodic, "--out"), (data, "--data"), (data, "--data words --out"),
+        (eval, "loss --ckpt run"),
         (eval, "--data"), (eval, "--json"), (eval, "mixing --plot"), (recall, "mqar --json"),
         (bench, "rule --json"), (sample, "--ckpt"), (sample, "--save-state"),
         (sample, "--load-state"))),                           # of an unset variable

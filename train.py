@@ -497,7 +497,7 @@ def launch(given, settings=settings, make_task=Text):
     out = Path(given.get("out", TrainConfig.out))
     with nullcontext() if RANK else locked(out):              # before a checkpoint is read
         resume, source = given.get("resume"), given.get("init")
-        if resume:                                            # the disk may be full after best.pt
+        if resume:                                            # the disk was full after best.pt?
             source = last if (last := out / "ckpt.pt").exists() else out
         old = load_checkpoint(source, text) if source else None
         tc, config = settings(given, old)
