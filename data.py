@@ -20,15 +20,16 @@ import numpy as np
 import tiktoken
 import torch
 
-from common import Parser, UserError, exit_code, locked, replacing, say
+from common import Parser, UserError, exit_code, locked, replacing, say, seeded, tell
 
 SHAKESPEARE = Path(__file__).resolve().parent / "data" / "shakespeare.txt"
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TOKENIZERS = ("char", "byte", "gpt2")
 END = b"<|endoftext|>"                                  # GPT-2's last token; it stands between documents
-JSON = ".json", ".jsonl"
+JSON = ".json", ".jsonl", ".ndjson"                      # the last two have a document a line
 BORDER = "\ud800"                                       # half of a surrogate pair, which no UTF-8 text can hold
+PIECE = 1024                                            # tokens of a prompt that are read at a time
 BLOCK = 2**24                                           # characters or ids that are worked on at a time
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"       # its words
 
@@ -81,8 +82,9 @@ class Corpus(NamedTuple):
 def read(name):
     """Return the Corpus of a name as --data takes it. Raises UserError for what cannot be read.
     'shakespeare' is data/shakespeare.txt, downloaded if missing. Without a network it is 'pydoc', Python's help text,
-    which differs between its versions. A folder stands for its token files, or else for its .txt, .json and .jsonl
-    files, in subfolders too; any other name for a file. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
+    which differs between its versions. A folder stands for its token files, or else for its .txt,
+    .json, .jsonl and .ndjson files, in subfolders too, but for those of runs; any other name for a
+    file. 'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight."""
     weighted = [re.fullmatch(r"(.+):(\d*\.?\d+)", part) for part in str(name).split(",")]
     if all(weighted):
         mix = tuple((float(part[2]), read(part[1])) for part in weighted)
@@ -125,16 +127,25 @@ def texts(name):
     """Return what is really read for a name, and its documents, each but the first with a BORDER before it."""
     if name == "pydoc" or name == "shakespeare" and not _shakespeare():
         from pydoc_data.topics import topics
-        return "pydoc", ["\n".join(topics[topic] for topic in sorted(topics))]
+        text = "\n".join(map(topics.get, sorted(topics)))
+        return "pydoc (not tiny Shakespeare: not comparable with README)", [text]
     return str(name), _documents(SHAKESPEARE if name == "shakespeare" else Path(name))
+
+
+def _files(folder):
+    """Return the texts in a folder: each real file once, whatever links to it, and none of runs."""
+    inside = sorted(glob.glob("**", root_dir=folder, recursive=True), reverse=True)  # skips .hidden
+    runs = tuple(p.removesuffix("ckpt.pt") for p in inside if p.endswith(f"{os.sep}ckpt.pt"))
+    if runs:
+        tell(f"data: left out the runs in {folder}: {' '.join(runs)}")
+    kept = [f"{folder}/{p}" for p in inside
+            if p.lower().endswith((".txt", *JSON)) and not p.startswith(runs)]
+    return sorted({os.path.realpath(p): p for p in kept}.values())
 
 
 def _documents(name):
     """Yield the documents of a file or folder, and say how far it is. Raises UserError for what cannot be read."""
-    paths, length, n, row = [name], 0, 0, 0
-    if name.is_dir():                                   # each real file once, whatever links to it; glob skips .hidden
-        inside = [f"{name}/{path}" for path in sorted(glob.glob("**", root_dir=name, recursive=True), reverse=True)]
-        paths = sorted({os.path.realpath(p): p for p in inside if p.lower().endswith((".txt", *JSON))}.values())
+    paths, length, n, row = _files(name) if name.is_dir() else [name], 0, 0, 0
     try:
         for i, path in enumerate(map(Path, paths)):
             for row, text in enumerate(_rows(path), 1):
@@ -142,17 +153,17 @@ def _documents(name):
                     yield BORDER * (n > 0) + text
                     n, length = n + 1, length + len(text)
                     if length % (4 * BLOCK) < len(text):                           # not too often
-                        print(f"data: read {length:,} characters, {i} of {len(paths)} files in {name}", file=sys.stderr)
+                        tell(f"data: read {length:,} characters, {i} of {len(paths)} files")
             row = 0
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:                          # its type depends on what the file is
         fault = f"{type(error).__name__} {error}" + f" after row {row}" * (row > 0)
         raise UserError(f"cannot read {path}: {fault}; give a file or folder of UTF-8 text (gunzip, iconv), JSON of "
                         'objects whose "text" is a string, or, to train, a mix with weights, a.txt:0.4,b.txt:0.6'
-                        ) from None
+                        )
     if not n:
         raise UserError(f"no text in {name}; give --data a text (gunzip .gz), or a folder of texts or of token files")
     if n > 1:
-        print(f"data: {length:,} characters, {n:,} documents, {len(paths)} files in {name}", file=sys.stderr)
+        tell(f"data: {length:,} characters, {n:,} documents, {len(paths)} files in {name}")
 
 
 def _rows(path):
@@ -161,13 +172,15 @@ def _rows(path):
     if kind == ".bin":
         raise ValueError("a token file by its name, which is read by that of its folder")
     with path.open("rb") as file:
-        if kind == ".jsonl":
+        if kind in JSON[1:]:
             rows = (json.loads(line) for line in file if line.strip())
         elif kind == ".json":
             rows = json.load(file)
         else:
             rows = [dict(text=file.read().decode("utf-8-sig"))]
-        for row in [rows] if isinstance(rows, dict) else rows:
+        if isinstance(rows, dict):                      # config.json, even of an unsaved run
+            rows = [rows] if rows.keys() != {"train", "config", "data"} else []
+        for row in rows:
             row["text"].encode()                        # fails for half of a surrogate pair, as BORDER is
             yield row["text"]
 
@@ -183,7 +196,7 @@ def _shakespeare():
                 temporary.write_bytes(text)
         return True
     except (OSError, ValueError) as error:
-        print(f"data: cannot download {SHAKESPEARE} ({error}); using pydoc, Python's help text", file=sys.stderr)
+        tell(f"data: cannot download {SHAKESPEARE} ({error}); using pydoc, Python's help text")
 
 
 # ---- tokenizers
@@ -236,18 +249,23 @@ def encode_prompt(tokenizer, prompt):
     return tokenizer.encode(prompt) if prompt else [tokenizer.tokens.index(b"\n") if b"\n" in tokenizer.tokens else 0]
 
 
-def continue_text(model, tokenizer, ids, n, end, **how):
-    """Yield what the model writes after `ids`, piece by piece, n tokens in all; `how` goes to model.generate. The list
-    `end` becomes the state and, in a list, the id that it has not read: the last."""
-    feed, last = tokenizer.stream(), []
-    tokens = torch.as_tensor(ids, device=next(model.parameters()).device)[None]
+def continue_text(model, tokenizer, place, n, **how):
+    """Yield what the model writes after a place, piece by piece, n tokens in all; `how` goes to
+    model.generate. A place, [state, list of the ids that it has not read], moves on with the text,
+    so one may stop at any piece. At the end the last id is left."""
+    feed, unread, device = tokenizer.stream(), place[1], next(model.parameters()).device
 
-    def drawn():
-        state = yield from model.generate(tokens, n, **how)
-        end[:] = state, last
-    for token in drawn():
-        last = token.tolist()
-        yield feed(last)
+    def drawn(ids, n):
+        if ids:
+            tokens = torch.tensor([ids], device=device)
+            place[0] = yield from model.generate(tokens, n, state=place[0], **how)
+    while len(unread) > PIECE:
+        yield "".join(drawn(unread[:PIECE], 0))               # nothing
+        del unread[:PIECE]
+    for token in drawn(unread if n else unread[:-1], n):
+        unread += token.tolist()
+        yield feed(token)
+    del unread[:-1]
     yield feed(final=True)
 
 
@@ -265,7 +283,7 @@ def make_tokenizer(kind, text):
         gpt2 = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as error:              # no network; a wrong hash
         raise UserError(f"cannot download GPT-2's vocabulary ({type(error).__name__}); set TIKTOKEN_CACHE_DIR to a "
-                        "folder that has it, or use --tokenizer byte") from None
+                        "folder that has it, or use --tokenizer byte")
     return Tokenizer(kind, [gpt2.decode_single_token_bytes(i) for i in range(gpt2.n_vocab)])
 
 
@@ -333,7 +351,7 @@ def documents(x, y, end, chunk):
 def repeated(x, y, share, on, seed, number):
     """Return x, y (B, T), where a share of the rows reads a passage of 16 to T / 2 tokens, anywhere in them, twice.
     With `on` such a row reads its beginning, of at most 128 tokens, again and again, to its end. T >= 32."""
-    random, (B, T) = torch.Generator().manual_seed(1_000_003 * seed + number), x.shape
+    random, (B, T) = seeded(1_000_003 * seed + number), x.shape
     chosen, length, first = torch.rand(3, B, 1, generator=random)
     length = (16 + length * (min(T // 2, 128 if on else T) - 15)).long()
     again = length if on else (first * (T + 2 - 2 * length)).long() + length     # where the passage begins again
@@ -347,19 +365,21 @@ def repeated(x, y, share, on, seed, number):
 # ---- python data.py
 def make_files(args):
     """Write OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does. The end of a BLOCK may cut a word."""
-    with locked(args.out), replacing(args.out / "train.bin") as whole:
-        if any((args.out / file).exists() for file in ("train.bin", "val.bin")):
-            raise UserError(f"{args.out} already holds token files; give another --out")
+    out = Path(args.out)
+    with locked(out), replacing(out / "train.bin") as whole:
+        if any(out.glob("*.bin")):
+            raise UserError(f"{out} already holds token files; give another --out")
         tokenizer = make_tokenizer(args.tokenizer, "")
         with whole.open("wb") as file:                  # all ids, until val.bin has the last tenth
             for text in texts(args.data)[1]:
                 for i in range(0, len(text), BLOCK):
                     file.write(tokenizer.encode(text[i: i + BLOCK]).astype("<u2").tobytes())
         train, val = split(np.memmap(whole, "<u2", "r"))
-        with replacing(args.out / "val.bin") as tail:
+        with replacing(out / "val.bin") as tail:
             val.tofile(tail)
         os.truncate(whole, 2 * len(train))
-    say(f"data: {len(train):,} and {len(val):,} ids; use them with --data {args.out} --tokenizer {args.tokenizer}")
+    say(f"data: {len(train):,} and {len(val):,} ids; use them with "
+        f"--data {out} --tokenizer {args.tokenizer}")
 
 
 def main(argv=None):
@@ -367,7 +387,7 @@ def main(argv=None):
                     "Between two documents, files or rows of JSON, stands the id of <|endoftext|>.")
     parser.add_argument("--data", required=True, help="a file or folder of .txt, .json or .jsonl, shakespeare, pydoc")
     parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="what a token is [gpt2]")
-    parser.add_argument("--out", default="tokens", type=Path, help="folder for train.bin and val.bin [tokens]")
+    parser.add_argument("--out", default="tokens", help="folder for train.bin and val.bin [tokens]")
     return exit_code(partial(make_files, parser.parse_args(argv)))
 
 

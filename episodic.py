@@ -14,13 +14,14 @@ unseen text and sums twice: with the state of the storage phase, and with a new 
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 import train
-from common import Parser, UserError, add_flags, curve, exit_code, flag, need, opt, picture, say
+from common import (Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, opt, plot,
+                    say, seeded)
 from data import BORDER, split
 from models import Config, Memory, sized
 
@@ -65,17 +66,16 @@ def settings(given, old=None):
     if old:
         train.keep_to(old, given.keys() - train.FREE - {"plot", "dtype"}, given)
     values |= given
-    made_of = lambda cls: cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-    tc, config = made_of(Settings), made_of(Config)
+    tc, config = (cls(**chosen(values, cls)) for cls in (Settings, Config))
     if tc.modulus % 2 == 0 or tc.seq_len <= 5 and not tc.grok:
         raise UserError("--modulus is odd, and --seq-len of episodes above 5")
-    need("matplotlib", tc.plot)
+    check_picture(tc.plot and f"{tc.out}/curves.png")
     return tc, config
 
 
 def sums(p, share, seed):
     """Return about this share of all (a, b), and the others, in random order, (n, 2) each."""
-    random = torch.Generator().manual_seed(seed)
+    random = seeded(seed)
     pairs = torch.cartesian_prod(torch.arange(p), torch.arange(p))[torch.randperm(p * p, generator=random)]
     # b + a is on the side of a + b, or else a held-out sum could be looked up, which would pass for grokking
     luck = torch.rand(p, p, generator=random)[pairs.amin(1), pairs.amax(1)]
@@ -87,18 +87,17 @@ class Watched(train.Task):
     """Say and draw at the end what was measured."""
 
     def finish(self, model, run):
-        say("done: " + ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a))
+        found = ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a)
+        say(f"done on {self.data['used']}: {found}")
         if self.tc.plot:
-            lines = {c.replace("_", " "): curve(self.tc.out, c) for c in self.columns}
-            picture(f"{self.tc.out}/curves.png", lines, "step", "share")
+            plot([self.tc.out], self.columns, "share")
 
 
 class Episodes(Watched):
     """Store and retrieve. Ids: first `words`, then unknown, [MASK], +, =, . and the numbers."""
     columns = [kind + how for kind in ("", "language_", "arithmetic_") for how in ("carried", "reset")]
 
-    def __init__(self, tc, device, dtype, old=None):
-        super().__init__(tc, device, dtype)
+    def prepare(self, tc, old):
         corpus = train.read_text(tc.data, old)
         text = re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|[^\w\s]", corpus.text.replace(BORDER, "\n").lower())
         cut = len(text) * 9 // 10                             # the last tenth is for tests
@@ -114,7 +113,7 @@ class Episodes(Watched):
     def draw(self, number, n, test):
         """Yield n batches of an episode: kind; tokens whole; tokens masked; the masked ones, else -100; (B, T) each."""
         tc, V, T, text, pairs = self.tc, self.words, self.tc.seq_len, self.text[test], self.pairs[test]
-        random = torch.Generator().manual_seed(2 * (1_000_003 * tc.seed + number) + test)
+        random = seeded(2 * (1_000_003 * tc.seed + number) + test)
         for _ in range(n):
             first = torch.randint(len(text) - T + 1, (tc.batch_size, 1), generator=random)
             kind, shown = "language", text[first + torch.arange(T)]
@@ -200,10 +199,10 @@ class Grok(Watched):
     columns = "fitted held_out concentration random_concentration circular_fit random_fit".split()
     largest_norm = torch.inf
 
-    def __init__(self, tc, device, dtype, old=None):
-        super().__init__(tc, device, dtype)
+    def prepare(self, tc, old):
         self.p, self.vocab_size, self.data = tc.modulus, tc.modulus + 1, dict(used="sums", sha256="")
-        self.shown, self.held_out = (pairs.to(device) for pairs in sums(tc.modulus, 0.5, tc.seed))
+        both = sums(tc.modulus, 0.5, tc.seed)
+        self.shown, self.held_out = (pairs.to(self.device) for pairs in both)
         self.about = f"{len(self.shown):,} to train, {len(self.held_out):,} held out, modulo {self.p}"
 
     def begin(self, model):
@@ -223,8 +222,8 @@ class Grok(Watched):
         return model(F.pad(pairs, (0, 1), value=self.p))[0][:, -1, :self.p].float()
 
     def loss(self, model, step):
-        random, n = torch.Generator().manual_seed(1_000_003 * self.tc.seed + step), self.tc.batch_size
-        pairs = self.shown[torch.randint(len(self.shown), (n,), generator=random).to(self.shown.device)]
+        random, n = seeded(1_000_003 * self.tc.seed + step), self.tc.batch_size
+        pairs = self.shown[torch.randint(len(self.shown), (n,), generator=random).to(self.device)]
         self.tokens_read += 3 * n
         normal = log_stablemax if self.tc.stablemax else F.log_softmax
         return F.nll_loss(normal(self.logits(model, pairs), -1), pairs.sum(1) % self.p)
@@ -234,7 +233,7 @@ class Grok(Watched):
         said = lambda pairs: torch.cat([self.logits(model, part).argmax(-1) for part in pairs.split(2048)])
         score = lambda pairs: (said(pairs) == pairs.sum(1) % self.p).float().mean().item()
         E = model.embed.weight[:self.p]
-        random = torch.randn(E.shape, generator=torch.Generator().manual_seed(0))
+        random = torch.randn(E.shape, generator=seeded(0))
         (share, fit), (share_random, fit_random) = circles(E), circles(random)
         return dict(zip(self.columns, (score(self.shown), score(self.held_out), share, share_random, fit, fit_random)))
 
@@ -242,13 +241,13 @@ class Grok(Watched):
 def main(argv=None):
     parser = Parser(prog="episodic.py", description=__doc__, epilog="In [] is what episodes have.")
     usual = {**USUAL["episodes"], **sized(USUAL["episodes"]["model"], "tiny")}
-    add_flags(parser.add_argument_group("the run"), Settings, usual, skip=NO_FLAG)
-    add_flags(parser.add_argument_group("the network"), Config, usual, skip=(*train.NO_FLAG, "polarise"))
+    add_flags(parser, "the run", Settings, usual, skip=NO_FLAG)
+    add_flags(parser, "the network", Config, usual, skip=(*train.NO_FLAG, "polarise"))
     given = vars(parser.parse_args(argv))
-    out = USUAL["grok" if given.get("grok") else "episodes"]["out"]
-    given = {"out": out, "compile": False, "dtype": "float32", **given}
+    usual = USUAL["grok" if given.get("grok") else "episodes"]
+    given = {"out": usual["out"], "compile": False, "dtype": "float32", **given}
     make_task = lambda tc, *how: (Grok if tc.grok else Episodes)(tc, *how)
-    return exit_code(lambda: train.launch(given, settings, make_task, text=False))
+    return exit_code(lambda: train.launch(given, settings, make_task))
 
 
 if __name__ == "__main__":

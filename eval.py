@@ -26,7 +26,8 @@ import memory
 import models
 import omega
 import train
-from common import Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say, with_task
+from common import (Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say,
+                    seeded, with_task)
 from layer import rule, state_bytes
 
 
@@ -86,7 +87,7 @@ def loss_task(args, device):
         other = "; not the text of the training" * (corpus.sha256 != ckpt["data"]["sha256"])
         say(f"{name}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, trained on "
             f"{ckpt['data']['used']} in windows of {T}\n{len(val):,} validation tokens of {corpus.used}{other}")
-        loss = train.report(model, tokenizer, val, T, args.batch_size, max_tokens=train.REPORT_TOKENS)
+        loss = train.report(model, tokenizer, val, T, args.batch_size)
         shape = min(args.length or 4 * T, len(val) - 1), args.batch_size
         at, n = position_loss(model, evenly(val, *shape))
         say(f"\nby position, mean of {n} windows of {len(at)}; trained on {T}\n  tokens before   nats/token")
@@ -234,7 +235,7 @@ def probe_task(args, device):
             say(f"warning: layer {i}: its memory is idle: writes move its output by {at['share']:.3f}, the gate "
                 f"moves by {moves:.3f}; train with a narrower --attn-window, --memory-floor or --polarise")
     picture(args.plot, lines, "tokens before", "mean of all heads and 16 tokens")
-    return kept
+    return dict(layers=kept)
 
 
 # ---- the rule by itself
@@ -268,7 +269,7 @@ def plain_layer(device, **more):
 
 def pairs_to_store(kind, n, dim, device):
     """Draw n keys and values (DRAWS, 1, n, dim) of unit length; coordinate i of `correlated` keys is 1/i as large."""
-    draws = torch.Generator().manual_seed(SEED)
+    draws = seeded(SEED)
     k, v = (torch.randn(DRAWS, 1, n, dim, generator=draws) for _ in range(2))
     k = k / torch.arange(1, dim + 1) if kind == "correlated" else k
     return [F.normalize(a, dim=-1).to(device) for a in (k, v)]
@@ -332,7 +333,7 @@ def mixing_task(args, device):
         figure.axes[0].set(ylabel="token t")
         figure.colorbar(shown, ax=figure.axes, label="weight", shrink=0.8)
         save(figure, args.plot)
-    return P.tolist()
+    return dict(P=P.tolist())
 
 
 TASKS = dict(loss=loss_task, twice=twice_task, probe=probe_task, online=online_task, capacity=capacity_task,

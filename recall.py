@@ -24,7 +24,8 @@ import torch
 import data
 import models
 import train
-from common import Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, replacing, run_task, say, with_task
+from common import (Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, replacing,
+                    run_task, say, seeded, with_task)
 
 
 # ---- recall of pairs
@@ -124,7 +125,7 @@ def memorization(batch, seq_len, generator, symbols=127, seed=0):
         tokens     3    8    0    8    3    8    1    8
         targets -100    6 -100    4 -100    6 -100    5
     """
-    values = symbols + torch.randperm(symbols, generator=torch.Generator().manual_seed(seed))
+    values = symbols + torch.randperm(symbols, generator=seeded(seed))
     keys = torch.randint(symbols, (batch, seq_len // 2), generator=generator)
     insert, nothing = torch.full_like(keys, 2 * symbols), torch.full_like(keys, -100)
     return torch.stack([keys, insert], -1).flatten(1), torch.stack([nothing, values[keys]], -1).flatten(1)
@@ -163,7 +164,7 @@ LENGTHS = [32, 64, 128]                         # of texts in training, in turn
 
 def randomness(seed, number, test=False):
     """Return the generator of a batch. Training and test share none."""
-    return torch.Generator().manual_seed(2 * (1_000_003 * seed + number) + test)
+    return seeded(2 * (1_000_003 * seed + number) + test)
 
 
 def variant(name, args, **more):
@@ -175,10 +176,12 @@ def variant(name, args, **more):
         try:
             given[key] = {"True": True, "False": False}[value] if kinds[key] is bool else kinds[key](value)
         except (KeyError, ValueError):
-            raise UserError(f"--model {name}: cannot set {key}={value}; give field=value, as muon=False") from None
+            raise UserError(f"--model {name}: cannot set {key}={value}; "
+                            "give field=value, as muon=False")
     steps, lr = given.pop("steps"), given.pop("lr")
     train.TrainConfig(steps=steps, lr=lr)                     # raises UserError
-    return models.configure(preset, **SMALL | chosen(args, models.Config) | more | given), steps, lr
+    network = SMALL | chosen(vars(args), models.Config) | more | given
+    return models.configure(preset, **network), steps, lr
 
 
 def trained(name, seed, args, device, vocab, draw, title):
@@ -238,24 +241,25 @@ def campaign(args, trial, columns, x="", **how):
     Return {name: {column: [a score a seed]}}."""
     shared = {key: a for key, a in vars(args).items() if key in SETTINGS}
     settings, mine = {name: shared | dict(config=asdict(variant(name, args)[0])) for name in args.model}, []
+    file = args.json and Path(args.json)
 
     def known():
         """Return all results, also those of others in the file, and by model and seed those with our settings."""
         try:
-            old = json.loads(Path(args.json).read_text())["records"] if args.json and Path(args.json).exists() else []
+            old = json.loads(file.read_text())["records"] if file and file.exists() else []
             records = old + [r for r in mine if r not in old]
             return records, {(r["model"], r["seed"]): r for r in records
                              if r["model"] in settings and matches(r["settings"], settings[r["model"]])}
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"--json {args.json} holds no results of such a task; give another file") from None
+        except Exception:                                     # its type depends on what the file is
+            raise UserError(f"--json {file} holds no results of such a task; give another file")
     for seed, name in itertools.product(args.seeds, args.model):
         if (name, seed) not in known()[1]:
             began = time.perf_counter()
             scores = dict(zip(map(str, columns), trial(name, seed)))
             mine.append(dict(model=name, seed=seed, settings=settings[name], scores=scores,
                              seconds=round(time.perf_counter() - began)))
-            if args.json:
-                with alone_in(Path(args.json).parent), replacing(Path(args.json)) as temporary:
+            if file:
+                with alone_in(file.parent), replacing(file) as temporary:
                     temporary.write_text(json.dumps(dict(records=known()[0]), indent=1))
     done, found, lines, width = known()[1], {}, {}, max(map(len, args.model)) + 2
     say(f"\n{'':{width}}" + "".join(f"{c!s:>18}" for c in columns) + "   seconds")
@@ -325,6 +329,7 @@ def ablation_task(args, device):
         pairs = lambda n, g: mqar(2 * args.batch_size, n, n, 64, 64, g)
         return [loss, *score("mqar", args, device, 64, pairs, (2, 4, 8, 16), [16], name, seed)]
     found = campaign(args, trial, ("text", "16 pairs"))
+    say(f"text: {corpus.used}")
     base = torch.tensor(found["atlas"]["text"])
     for name, sign in ABLATION.items():
         more = torch.tensor(found[name]["text"]) - base       # seed by seed
@@ -335,21 +340,23 @@ def ablation_task(args, device):
 
 
 TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
-SETTINGS = "task", "steps", "lr", "batch_size", "seq_len", "lengths", "pairs", "vocab", "train_lengths"  # of a result
+# of a result
+SETTINGS = "task steps lr batch_size seq_len lengths pairs vocab train_lengths".split()
 
 
 def parse(argv=None):
     parser = Parser(prog="recall.py", description=__doc__, usage="python %(prog)s [TASK] [flags]")
     needle, mqar, _, ablation = parsers = add_tasks(parser, TASKS, plot=("needle", "mqar"))
     for task, steps, batch_size in zip(parsers, (1200, 300, 600, 600), (32, 32, 32, 16)):
+        task.set_defaults(mark='"records"')                   # `campaign` looks closer
         if task is not ablation:
             task.add_argument("--model", nargs="+", default=["atlas"], help="presets, changed or not [atlas]")
         add_number(task, "--seeds", 0, [1337], "of weights and data")
         add_number(task, "--steps", 1, steps, "of training")
         add_number(task, "--batch-size", 1, batch_size, "sequences at a time")
         add_number(task, "--lr", 0.0, 5e-3, "peak learning rate of AdamW")
-        network = task.add_argument_group("the network", "In [] is what atlas has here.")
-        add_flags(network, models.Config, models.PRESETS["atlas"] | SMALL, skip=train.NO_FLAG)
+        add_flags(task, "the network; in [] is what atlas has", models.Config,
+                  models.sized("atlas", "tiny") | SMALL, skip=train.NO_FLAG)
     add_number(needle, "--lengths", 16, [128, 256, 512, 1024, 2048, 4096], "of test texts")
     add_number(needle, "--train-lengths", 16, LENGTHS, "of training texts, in turn")
     add_number(mqar, "--pairs", 1, [4], "in a text")

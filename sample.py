@@ -9,11 +9,14 @@
 The texts go to stdout as they are generated, with a line of dashes between two, and all else goes to stderr.
 """
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from common import Parser, UserError, add_device, add_number, check_files, exit_code, save_file, say, setup
+from common import (Parser, UserError, add_device, add_number, check_output, exit_code,
+                    noted_signals, save_file, say, setup, tell)
 from data import continue_text, encode_prompt
 from train import load_checkpoint, rebuild
 
@@ -43,39 +46,47 @@ def load_state(path, origin=None, model=None):
             model.check_state(state)
         return state, ids
     except Exception as fault:                                # its type depends on what the file is
-        raise UserError(f"{path} is no --save-state of this --ckpt ({fault!r:.99}); give another file") from None
+        raise UserError(f"{path} is no --save-state of this --ckpt ({fault!r:.99}); "
+                        "give another file")
 
 
 def speak(args):
     """Print the prompt and what the model writes after it."""
     if args.save_state and (args.num > 1 or args.stop):
         raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
-    check_files(None, args.save_state)
-    if args.save_state and Path(args.save_state).exists():    # best.pt is not lost to a slip
+    if check_output(args.save_state, ""):                     # best.pt is not lost to a slip
         load_state(args.save_state)
     raw = sys.stdin.buffer.read() if args.prompt == "-" else args.prompt.encode(errors="surrogateescape")
     try:
         prompt = raw.decode("utf-8-sig")                      # line ends as they are
     except UnicodeDecodeError as fault:
-        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first") from None
+        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first")
     device, ckpt = setup(args.device, args.threads), load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
     model.to(device)
     origin = [ckpt["config"], ckpt["step"], ckpt["seconds"]]  # no other training took exactly as long
     state, ids = load_state(args.load_state, origin, model) if args.load_state else (None, [])
     ids = [*ids, *map(int, encode_prompt(tokenizer, prompt) if prompt or not ids else ())]
-    print(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}", file=sys.stderr)
-    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, state=state,
-               generator=torch.Generator(device).manual_seed(args.seed))
-    read, end = ids if args.tokens else ids[:-1], [state, []]  # the next text begins with what is left unread
-    show = say if args.save_state else print                  # whoever saves reads on when `| head` has seen enough
-    for i in range(args.num):
-        show("---------------\n" * (i > 0) + prompt * (args.tokens > 0), end="", flush=True)
-        for piece in until(args.stop, continue_text(model, tokenizer, read, args.tokens, end, **how) if read else ()):
-            show(piece, end="", flush=True)
-        show("\n" * (args.tokens > 0), end="", flush=True)
+    tell(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}")
+    draws = torch.Generator(device).manual_seed(args.seed)
+    # whoever saves reads on when `| head` has seen enough
+    show = partial(say if args.save_state else print, end="", flush=True)
+    with noted_signals("stopping here, and saving") if args.save_state else nullcontext() as noted:
+        for i in range(args.num):
+            place = [state, [*ids]]                           # where the next text goes on
+            show("---------------\n" * (i > 0) + prompt * (args.tokens > 0))
+            text = continue_text(
+                model, tokenizer, place, args.tokens, temperature=args.temperature,
+                top_k=args.top_k, top_p=args.top_p, generator=draws)
+            for piece in until(args.stop, text):
+                show(piece)
+                if noted:
+                    break
+            show("\n" * (args.tokens > 0))
     if args.save_state:
-        save_file(Path(args.save_state), [origin, end[0], end[1] or ids[-1:]])
+        save_file(Path(args.save_state), [origin, *place])
+    if noted:
+        raise KeyboardInterrupt(noted[0])
 
 
 def main(argv=None):

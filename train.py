@@ -15,8 +15,8 @@ import shlex
 import sys
 import time
 from argparse import SUPPRESS
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from common import (Halt, Parser, UserError, add_flags, autocast, check, exit_code, flag, locked, native_bfloat16, need,
-                    noted_signals, opt, pick_dtype, plot, replacing, save_file, say, setup)
+from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, check, chosen, exit_code,
+                    flag, locked, native_bfloat16, need, noted_signals, opt, pick_dtype, plot,
+                    replacing, save_file, say, setup)
 from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt, make_tokenizer, read,
                   repeated, streams, windows)
 from models import LM, PRESETS, SIZES, Config, holds_all, sized
@@ -45,10 +46,10 @@ SAMPLE = 200                                                  # tokens of the sa
 @dataclass
 class TrainConfig:
     """Hold everything about a run that is not the network."""
-    model: str = opt("atlas", "architecture: a preset of models.py", choices=tuple(PRESETS))
+    model: str = opt("atlas", "architecture: a preset of models.py", tuple(PRESETS))
     size: str = opt("auto", "size of the network and of the run; auto: baby on CUDA, else tiny", ("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder, or a mix by weight: a.txt:0.4,b.jsonl:0.6")
-    tokenizer: str = opt("char", "what a token is; gpt2: the byte pairs of GPT-2", choices=TOKENIZERS)
+    tokenizer: str = opt("char", "what a token is; gpt2: the byte pairs of GPT-2", TOKENIZERS)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv, config.json; an earlier run moves to OUT/old-N")
     resume: bool = opt(False, "go on from OUT/ckpt.pt; --lr may be lower, --steps, --device and logs may differ")
     init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and tokenizer")
@@ -69,8 +70,9 @@ class TrainConfig:
     eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint", low=1)
     log_to: str = opt("csv", "log to Weights & Biases or to TensorBoard files in --out, too", ("csv", *LOGGERS))
     log_every: int = opt(10, "steps between log lines", low=1)
-    device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32", choices=("auto", "float32", "bfloat16"))
+    device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", DEVICES)
+    dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32",
+                     ("auto", "float32", "bfloat16"))
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
     remat: bool = opt(False, "compute each block again in backward: less memory, a third more time")
     threads: int = opt(0, "CPU threads; 0: torch decides")
@@ -84,16 +86,16 @@ TRAIN_SIZES = {                                               # differences from
     "tiny": dict(optimizer="muon", lr=1.2e-2, embed_lr=10.0, gates_lr=0.1, outer_muon_lr=4e-2, steps=500,
                  eval_every=200),
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
-    **{name: dict(PAPER, steps=3000, lr=3e-3) for name in ("34m", "54m", "67m")},             # 1.5 billion tokens
+    **{name: dict(PAPER, steps=3000, lr=3e-3) for name in "34m 54m 67m".split()},     # 1.5e9 tokens
     "195m": dict(PAPER, steps=8000, lr=3e-3),
     "170m": dict(PAPER, steps=30_000, lr=3e-3),               # peak rates and numbers of tokens: Table 7
-    "340m": dict(PAPER | dict(batch_size=4, grad_accum=32), steps=30_000, lr=1.5e-3),      # in batches that fit 80 GB
-    "760m": dict(PAPER | dict(batch_size=2, grad_accum=64), steps=60_000, lr=1.25e-3),
-    "1.3b": dict(PAPER | dict(batch_size=2, grad_accum=64), steps=200_000, lr=7e-4),
+    "340m": PAPER | dict(batch_size=4, grad_accum=32, steps=30_000, lr=1.5e-3),   # as fits 80 GB
+    "760m": PAPER | dict(batch_size=2, grad_accum=64, steps=60_000, lr=1.25e-3),
+    "1.3b": PAPER | dict(batch_size=2, grad_accum=64, steps=200_000, lr=7e-4),
 }
 NO_FLAG = "vocab_size", "attention", "embed_lr"               # which tokenizer, preset and size decide
-LAUNCH = {"out", "resume", "device", "compile", "threads", "log_to"}       # never from a checkpoint
-FREE = LAUNCH | {"data", "steps", "eval_every", "log_every", "remat"}     # may differ on --resume; rates may be lower
+LAUNCH = {*"out resume device compile threads log_to".split()}     # never from a checkpoint
+FREE = LAUNCH | {*"data steps eval_every log_every remat".split()}         # may differ on --resume
 KEPT = {"model", "size", "tokenizer"}                         # --init takes them from the checkpoint
 
 
@@ -119,11 +121,9 @@ def settings(given, old=None):
     kept = {name: was[name] for name in (was.keys() - LAUNCH if resume else KEPT & was.keys())}
     network = old["config"] if old else sized(given.get("model", TrainConfig.model), size)
     values = TRAIN_SIZES[size] | network | kept | given | {"size": size}
-    made_of = lambda cls: cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-    tc, config = made_of(TrainConfig), made_of(Config)
-    needs = {"--forget start": config.forget == "zero", "--persistent 0": config.wiring != "lmm" and config.persistent}
-    if tc.documents and any(needs.values()):
-        raise UserError(f"--documents needs {' and '.join(name for name, lacks in needs.items() if lacks)}")
+    tc, config = (cls(**chosen(values, cls)) for cls in (TrainConfig, Config))
+    if tc.documents and (config.forget == "zero" or config.wiring != "lmm" and config.persistent):
+        raise UserError("--documents needs --forget start, and with --wiring also --persistent 0")
     if tc.repeats and tc.seq_len < 32:
         raise UserError(f"--repeats needs a --seq-len of 32 or more, not {tc.seq_len}")
     if tc.grad_accum % PROCESSES:
@@ -158,16 +158,22 @@ class Task:
     about, saved, columns = "", {}, []
     largest_norm = 1.0                                        # of the gradient, which is clipped
 
-    def __init__(self, tc, device, dtype=torch.float32):
+    def __init__(self, tc, device, dtype=torch.float32, old=None):
         self.tc, self.device, self.dtype, self.tokens_read = tc, device, dtype, 0
+        self.prepare(tc, old)
+
+    def prepare(self, tc, old):
+        """Read the data. old: the dict of the checkpoint that the run begins from, or None."""
 
     def begin(self, model):
         """Change the starting values of a new model, or say what a new run is about to cost."""
 
     def inputs(self, model, number):
         """Return what `draw` does, on the device."""
-        pinned = (lambda a: a.pin_memory()) if self.device.type == "cuda" else (lambda a: a)     # else a copy waits
-        return tuple(pinned(a).to(self.device, non_blocking=True) for a in self.draw(number, model.config.period()))
+        drawn = self.draw(number, model.config.period())
+        if self.device.type == "cuda":
+            drawn = [a.pin_memory() for a in drawn]           # else a copy waits
+        return [a.to(self.device, non_blocking=True) for a in drawn]
 
     def loss(self, model, number):
         inputs = self.inputs(model, number)
@@ -188,8 +194,7 @@ class Text(Task):
     """Predict the next token of a text."""
     columns = ["val"]
 
-    def __init__(self, tc, device, dtype, old=None):
-        super().__init__(tc, device, dtype)
+    def prepare(self, tc, old):
         corpus = read_text(tc.data, old)
         tokenizer = Tokenizer(**old["tokenizer"]) if old else make_tokenizer(tc.tokenizer, corpus.text)
         self.tokenizer, self.splits = tokenizer, corpus.splits(tokenizer, tc.seq_len)
@@ -223,10 +228,11 @@ class Text(Task):
         tc, ckpt = self.tc, load_checkpoint(self.tc.out)
         model = rebuild(ckpt)[0].to(self.device)
         say(f"\nbest step {ckpt['step']} on the validation split, in windows of {tc.seq_len}:")
-        loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype, REPORT_TOKENS)
+        loss = report(model, self.tokenizer, self.splits[1], tc.seq_len, tc.batch_size, self.dtype)
         torch.manual_seed(tc.seed)
         start = encode_prompt(self.tokenizer, "")
-        say("\n" + "".join(continue_text(model, self.tokenizer, start, SAMPLE, [], temperature=0.8)) + "\n")
+        text = continue_text(model, self.tokenizer, [None, start], SAMPLE, temperature=0.8)
+        say(f"\n{''.join(text)}\n")
         if self.device.type == "cuda":
             say(f"peak memory on the GPU: {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB")
         before, after = run["start"]["val"], run["end"]["val"]
@@ -256,10 +262,10 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=0, carry=False, dtyp
     return total / n
 
 
-def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32, max_tokens=0):
-    """Say the mean loss of a split, or of its first max_tokens, memory reset at each window and carried on. Return the
-    former, in nats a token."""
-    losses, split, ids = [], len(ids), ids[: max(2, max_tokens)] if max_tokens else ids
+def report(model, tokenizer, ids, seq_len, batch_size, dtype=torch.float32):
+    """Say the mean loss of a split, or of its first REPORT_TOKENS, memory reset at each window and
+    carried on. Return the former, in nats a token."""
+    losses, split, ids = [], len(ids), ids[:REPORT_TOKENS]
     for carry, name in (False, "memory reset at each window"), (True, f"memory carried, {batch_size} streams"):
         # where the state holds every token, each costs more than the last
         part = ids[: batch_size * 16384 + 1] if carry and holds_all(model.config) else ids
@@ -366,24 +372,26 @@ def train(model, optimizers, run, task):
 
 
 # ---- logs and checkpoints
-COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "seconds"]              # of log.csv, before the task's
+COLUMNS = "step loss grad_norm lr tokens_per_s seconds".split()     # of log.csv, before the task's
 
 
 def open_logs(out, run, columns):
-    """Prepare OUT for the steps after run["step"] -> functions that log a row. An earlier run moves to OUT/old-N."""
-    left = [p for name in ("ckpt.pt", "best.pt", "log.csv", "config.json", "events.out.*") for p in out.glob(name)]
-    if left and run["step"] == 0:
+    """Prepare OUT for the steps after run["step"] -> functions that log a row. An earlier run, or a
+    log.csv that a power cut or a spreadsheet has damaged, moves to OUT/old-N."""
+    step, log, tc, rows = run["step"], out / "log.csv", run["train"], []
+    left = ("log.csv" if step else "ckpt.pt best.pt log.csv config.json events.out.*").split()
+    with suppress(ValueError):
+        if step and log.exists():                             # without what a kill left unsaved
+            lines = log.read_text().split()[1:]
+            rows, left = [a for a in lines if int(a.partition(",")[0]) <= step], ()
+    if left := [path for name in left for path in out.glob(name)]:
         old = next(p for p in (out / f"old-{n}" for n in count(1)) if not p.exists())
         old.mkdir()
         for path in left:
             path.rename(old / path.name)
-        say(f"an earlier run lay in {out}; it is now in {old}")
-    log, tc = out / "log.csv", run["train"]
-    rows = list(csv.DictReader(log.open())) if log.exists() else []
-    with replacing(log) as temporary, temporary.open("w") as file:
-        table = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-        table.writeheader()                                   # what a killed run logged but did not save is left out:
-        table.writerows(row for row in rows if int(row["step"]) <= run["step"])
+        say(f"{'a damaged log.csv' if step else 'an earlier run'} lay in {out}; it is now in {old}")
+    with replacing(log) as temporary:
+        temporary.write_text("\n".join([",".join(columns), *rows, ""]))
     (out / "config.json").write_text(json.dumps({key: run[key] for key in ("train", "config", "data")}, indent=1))
     logs = [csv.DictWriter(log.open("a", buffering=1), columns, lineterminator="\n").writerow]
     if tc["log_to"] == "wandb":
@@ -393,7 +401,7 @@ def open_logs(out, run, columns):
         logs.append(lambda row: wandb.log(row, step=row["step"]))
     if tc["log_to"] == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(out, purge_step=run["step"] + 1)
+        writer = SummaryWriter(out, purge_step=step + 1)
         logs.append(lambda row: [*(writer.add_scalar(name, a, row["step"]) for name, a in row.items()), writer.flush()])
     return logs
 
@@ -412,8 +420,8 @@ def load_checkpoint(path, text=True):
             raise ValueError("a run of episodic.py" if ckpt["format"] == FORMAT else "of another format")
         Config(**ckpt["config"])                              # TypeError for a field that it lacks
     except Exception as fault:                                # its type depends on what the file is
-        why = str(fault).partition("\n")[0] if isinstance(fault, (TypeError, ValueError)) else type(fault).__name__
-        raise UserError(f"cannot load {path} ({why}): missing, damaged, or not made by this train.py") from None
+        raise UserError(f"cannot load {path} ({fault!r:.99}): missing, damaged, "
+                        "or not made by this train.py")
     return dict(ckpt, path=str(path))
 
 
@@ -422,8 +430,9 @@ def read_text(name, ckpt):
     try:
         return read(name)
     except UserError as fault:
-        known = ckpt and ckpt["train"]["data"] == name
-        raise UserError(f"{fault}; the name is from {ckpt['path']}, --data replaces it" if known else fault) from None
+        if ckpt and ckpt["train"]["data"] == name:
+            raise UserError(f"{fault}; the name is from {ckpt['path']}, --data replaces it")
+        raise
 
 
 def rebuild(ckpt, config=None):
@@ -432,7 +441,7 @@ def rebuild(ckpt, config=None):
     try:
         model.load_state_dict(ckpt["model"])
     except RuntimeError:
-        raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes") from None
+        raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes")
     if not all(p.isfinite().all() for p in model.parameters()):
         raise UserError(f"weights of {ckpt['path']} are not finite: its training diverged; give an earlier checkpoint")
     model.set_floor((ckpt["step"] - 1) / ckpt["train"]["steps"])
@@ -445,10 +454,10 @@ def parse(argv=None):
     parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. Flags win over "
                     "--model (models.PRESETS), and that over --size (models.SIZES, TRAIN_SIZES).")
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
-    add_flags(parser.add_argument_group("the run"), TrainConfig, presets, skip=NO_FLAG)
-    add_flags(parser.add_argument_group("the network"), Config, presets, skip=NO_FLAG)
-    parser.add_argument_group("no run").add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS,
-                                                     help="draw OUT/curves.png, the losses of runs")
+    add_flags(parser, "the run", TrainConfig, presets, skip=NO_FLAG)
+    add_flags(parser, "the network", Config, presets, skip=NO_FLAG)
+    parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS,
+                        help="no run: draw OUT/curves.png, the losses of runs")
     return vars(parser.parse_args(argv))
 
 
@@ -478,54 +487,62 @@ def rehearse(model, task):
         torch.cuda.empty_cache()
 
 
-def launch(given, settings=settings, make_task=Text, text=True):
+def launch(given, settings=settings, make_task=Text):
     """Make a run, from its flags to its last line. Return the exit code. make_task(tc, device, dtype, old) -> Task."""
+    text = make_task is Text
     if not 0 <= RANK < PROCESSES or PROCESSES > 1 and not (text and "MASTER_PORT" in os.environ):
         raise UserError("RANK and WORLD_SIZE are set: only torchrun sets these, and only for train.py; unset them")
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # process 0 talks
-    resume = given.get("resume")
-    source = Path(given.get("out", TrainConfig.out), "ckpt.pt") if resume else given.get("init")
-    old = load_checkpoint(source, text) if source else None
-    tc, config = settings(given, old)
-    if resume and old["step"] >= tc.steps:
-        return say(f"nothing to do: {tc.out} has {old['step']} of {tc.steps} steps; --steps N trains it longer")
-    need(tc.log_to, tc.log_to in LOGGERS)
-    device = setup(tc.device, tc.threads)
-    if PROCESSES > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    tc.compile = given.get("compile", device.type == "cuda")
-    task = make_task(tc, device, pick_dtype(tc.dtype, device), old)
-    if resume and task.data["sha256"] != old["data"]["sha256"]:
-        raise UserError(f"{tc.out} was trained on {old['data']['used']}, another text than --data {tc.data}; give that")
-    torch.manual_seed(tc.seed)
-    config.vocab_size = task.vocab_size
-    model = rebuild(old, config)[0] if old else LM(config)
-    if not resume:
-        torch.no_grad()(task.begin)(model)
-    model.to(device).train().remat = tc.remat
-    run = dict(step=0, best=math.inf, seconds=0.0, start=None, wandb=None)
-    run = {key: old[key] if resume else value for key, value in run.items()}
-    where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-    say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, settings in "
-        f"{tc.out}/config.json\ndata     {task.data['used']}: {task.about}\n"
-        f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, {str(task.dtype)[6:]}"
-        + ", compiling .." * tc.compile)
-    optimizers = task.optimizers(model)
-    for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
-        optimizer.load_state_dict(state)
-    with nullcontext() if RANK else locked(Path(tc.out)):
+    out = Path(given.get("out", TrainConfig.out))
+    with nullcontext() if RANK else locked(out):              # before a checkpoint is read
+        resume, source = given.get("resume"), given.get("init")
+        if resume:                                            # the disk was full after best.pt?
+            source = last if (last := out / "ckpt.pt").exists() else out
+        old = load_checkpoint(source, text) if source else None
+        tc, config = settings(given, old)
+        if resume:
+            if old["step"] >= tc.steps:
+                return say(f"nothing to do: {out} has {old['step']} of {tc.steps} steps; "
+                           "--steps N trains it longer")
+            say(f"going on from {old['path']}, step {old['step']}")
+        need(tc.log_to, tc.log_to in LOGGERS)
+        device = setup(tc.device, tc.threads)
+        if PROCESSES > 1:
+            if device.type == "cuda":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        tc.compile = given.get("compile", device.type == "cuda")
+        task = make_task(tc, device, pick_dtype(tc.dtype, device), old)
+        if resume and task.data["sha256"] != old["data"]["sha256"]:
+            raise UserError(f"{out} was trained on {old['data']['used']}, another text than "
+                            f"--data {tc.data}; give that")
+        torch.manual_seed(tc.seed)
+        config.vocab_size = task.vocab_size
+        model = rebuild(old, config)[0] if old else LM(config)
+        if not resume:
+            torch.no_grad()(task.begin)(model)
+        model.to(device).train().remat = tc.remat
+        run = dict(step=0, best=math.inf, seconds=0.0, start=None, wandb=None)
+        if resume:
+            run = {key: old[key] for key in run}
+        where = torch.cuda.get_device_name() if device.type == "cuda" else device.type
+        say(f"model    {tc.model}{f', {tc.size}' * text}: {model.num_params():,} parameters, "
+            f"settings in {out}/config.json\ndata     {task.data['used']}: {task.about}\n"
+            f"device   {where} x {PROCESSES}, threads: {torch.get_num_threads()}, "
+            f"{str(task.dtype)[6:]}" + ", compiling .." * tc.compile)
+        optimizers = task.optimizers(model)
+        for optimizer, state in zip(optimizers, old["optimizers"] if resume else ()):
+            optimizer.load_state_dict(state)
         rehearse(model, task)
         run |= dict(preset=tc.model, config=asdict(model.config), train=asdict(tc), data=task.data, **task.saved)
         stopped = train(model, optimizers, run, task)
         if PROCESSES > 1:
-            dist.barrier()                                    # torchrun ends all when one ends: not before 0 has saved
+            dist.barrier()                # torchrun ends all when one ends: not before 0 has saved
             dist.destroy_process_group()
         if not (RANK or stopped):
             task.finish(model, run)
-    return 128 + stopped if stopped else 0
+        return 128 + stopped if stopped else 0
 
 
 def main(argv=None):
