@@ -135,7 +135,7 @@ class Episodes(Watched):
             model.embed.weight *= 4
         for m in model.modules():
             if isinstance(m, Memory):
-                n = m.out.in_features                         # of each of q, k, v
+                n = m.config.n_head * m.config.head_dim       # of each of q, k, v
                 m.qkv.weight[:n] = m.qkv.weight[n: 2 * n]
                 if m.conv is not None:
                     m.conv[:, :n], m.conv[-1, :2 * n] = m.conv[:, n: 2 * n], 0

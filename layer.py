@@ -186,7 +186,7 @@ class Memory(nn.Module):
                 std = 0.0 if c.memory == "linear" else last if W is M0[-1] else 2.0
                 nn.init.normal_(W, std=std * M0[-1].shape[1] ** -0.5)
         if self.looks_back:                                   # k_t starts as q_{t-1}, so a query finds what came next
-            n = self.out.in_features                          # of each of q, k, v  (choice 23)
+            n = H * c.head_dim                                # of each of q, k, v  (choice 23)
             with torch.no_grad():
                 self.qkv.weight[n:2 * n], self.conv[0, :n] = self.qkv.weight[:n], 0
                 self.conv[:-1, n:2 * n] = self.conv[1:, :n]
@@ -295,7 +295,7 @@ class Memory(nn.Module):
 
     def retrieve(self, x, frozen):
         """Return M*(q), Titans Eq 21: what `frozen` recalls for x (B, T, n_embd) without writing."""
-        q = F.silu(self.qkv(x)[..., : self.out.in_features])  # no convolution: choice 18
+        q = F.silu(self.qkv(x).chunk(3, -1)[0])               # no convolution: choice 18
         with without_autocast(x):
             y = self.recall(unit(heads(q, self.config.n_head)), frozen)
         return self.finish(x, y)

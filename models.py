@@ -237,6 +237,7 @@ class LM(nn.Module):
         first token of a chunk (`Memory.forward`)."""
         x = self.embed(tokens)
         if state and not tokens.numel():                      # an empty piece
+            self.check_state(state, len(tokens))
             return self.head(x), state
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
@@ -255,17 +256,21 @@ class LM(nn.Module):
             raise ValueError(f"the state fits another model: its n_layer is {len(states)}, not {len(self.blocks)}")
         return zip(self.blocks, states)
 
-    def check_state(self, state):
-        """Raise ValueError unless the state fits this model."""
-        [check_state(block.layer, s) for block, s in self.with_blocks(state)]
+    def check_state(self, state, batch=None):
+        """Raise ValueError unless the state fits this model, and a batch of this size, if given."""
+        for block, s in self.with_blocks(state):
+            check_state(block.layer, s, batch)
 
     def loss(self, tokens, targets, mask=None, reset=None):
         """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T). Targets of -100, and those of
         masked tokens, do not count; the last token before padding needs a -100. With `polarise` the loss also holds the
         attention gates' indecision, times that number. mask and reset: as in `forward`."""
+        if targets.shape != tokens.shape:
+            raise ValueError(f"targets are (B, T) {tuple(tokens.shape)}, not {tuple(targets.shape)}")
         logits = at_least_float32(self(tokens, None, mask, reset)[0])
         targets = targets if mask is None else targets.masked_fill(~mask, -100)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        loss = loss / (targets != -100).sum().clamp_min(1)    # 0 where nothing is asked for
         if self.config.polarise:
             undecided = torch.stack([torch.cat(block.layer.undecided, 1) for block in self.blocks]).mean(0)     # (B, T)
             real = torch.ones_like(undecided) if mask is None else mask

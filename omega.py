@@ -55,13 +55,6 @@ class Rule(NamedTuple):
         """Whether chunks.py solves for errors. The dot loss needs no solve: its error is -v."""
         return self.error == "token" and self.loss != "dot"
 
-    def update(self, U, due):
-        """Return what a block subtracts from a matrix of W, whose steps add up to U (Eq 32)."""
-        if not self.muon_every:
-            return U                                                                     # Eq 10, 12
-        O = newton_schulz_ref(U, self.ns_steps, self.ns_coefficients)
-        return nearest(O, U) if self.solves else due * O
-
     def bound(self, W):
         """Return W, each matrix scaled back to the norm `ball`. The outer gradient takes the scale for
         a constant (choice 22)."""
@@ -137,6 +130,14 @@ def nearest(O, U):
     return O * (OU / OO.clamp_min(torch.finfo(O.dtype).tiny))
 
 
+def update(rule, U, due):
+    """Return what a block subtracts from a matrix of W, whose steps add up to U (Eq 32)."""
+    if not rule.muon_every:
+        return U                                                                         # Eq 10, 12
+    O = newton_schulz_ref(U, rule.ns_steps, rule.ns_coefficients)
+    return nearest(O, U) if rule.solves else due * O
+
+
 def omega_ref(rule, phi, q, k, v, gates, state):
     """Run the rule token by token from the last boundary on (slow), with gradients by autograd.
 
@@ -184,7 +185,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         U, due = [keep * u + step * s for u, s in zip(U, S)], keep * due + step
         W = [keep * w for w in W]
         if (t + 1) % rule.chunk % block == 0:                 # the end of a block
-            W = [w - rule.update(u, due) for w, u in zip(W, U)]                          # Eq 32
+            W = [w - update(rule, u, due) for w, u in zip(W, U)]                          # Eq 32
             U = [torch.zeros_like(u) for u in U]
         if t >= pos:                                          # read after write: choice 3
             now, new = [w - u for w, u in zip(W, U)], slice(t - pos, t - pos + 1)
