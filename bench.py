@@ -17,7 +17,6 @@ from importlib.util import find_spec
 import torch
 from torch.utils.benchmark import Measurement, Timer
 
-import chunks
 import models
 from common import Parser, add_number, add_tasks, autocast, pick_dtype, picture, run_task, say, with_task
 
@@ -50,7 +49,7 @@ def layer(device, width, head_dim=HEAD, **differences):
     config = models.Config(n_embd=width, n_head=width // head_dim, head_dim=head_dim, **differences)
     made = models.Block(config).layer.to(device)
     if device.type == "cuda":
-        chunks.compile_chunks()
+        models.compile_chunks()
         if isinstance(made, models.Attention):                # in a model its whole block is compiled
             made.compile()
     return made

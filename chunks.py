@@ -37,7 +37,6 @@ with A[i, j] = P'[i, j] (x_i . x_j) / |x_j|^2, and E_0 the errors had the block 
 has another error at each token that looks at it, so here each token has its own copies of its window:
 n = c window. Row i of A is 0 from its own token on, so A is strictly lower triangular.
 """
-import sys
 from typing import NamedTuple
 
 import torch
@@ -151,7 +150,7 @@ def write(rule, mix, xd, W, S, newton):
         S = [total(mix.S_pairs, x, d) + mix.momprod * s for (x, d), s in zip(xd, S)]   # Eq 33
     if newton:                                                                         # Eq 32, 40
         with without_autocast(due):
-            O = newton_schulz(U, rule.ns_steps, rule.ns_coefficients)
+            O = [newton_schulz(u, rule.ns_steps, rule.ns_coefficients) for u in U]
             U = [nearest(o, u) if rule.solves else due * o for o, u in zip(O, U)]
     return [keepprod * w - u for w, u in zip(W, U)], S                                 # Eq 10, 16
 
@@ -261,22 +260,3 @@ def weights(rule, phi, state, one_block=None):
         no_gates = Gates(*(a if a is None else a[:, :, :0] for a in state.gates))
         W, S = run_all(rule, phi, nothing, nothing, nothing, no_gates, state, one_block)[2]
     return tuple(m + w for m, w in zip(state.M0, W)) if state.M0 else tuple(W), tuple(S)
-
-
-# ---- torch.compile
-def compile_chunks(**options):
-    """Compile the chunk form by torch.compile. The settings of torch hold for the whole process."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    torch._functorch.config.backward_pass_autocast = "off"    # backward takes forward's types
-    torch._functorch.config.activation_memory_budget = 0.0    # backward computes a block again
-    compile_function(sys.modules[__name__], "run_block", **options)
-
-
-def is_compiled(f):
-    return hasattr(f, "_torchdynamo_orig_callable")
-
-
-def compile_function(owner, name, **options):
-    """Compile a function of a module or class, unless it is compiled."""
-    if not is_compiled(f := getattr(owner, name)):
-        setattr(owner, name, torch.compile(f, dynamic=False, **options))

@@ -58,7 +58,8 @@ def settings(given, old=None):
     """Return Settings and models.Config from flags and the checkpoint of --resume. Raise UserError where they clash."""
     grok = (old["train"] if old else given).get("grok")
     task, other = ("grok", "episodes") if grok else ("episodes", "grok")
-    values = old["config"] | old["train"] if old else USUAL[task] | sized(given.get("model", USUAL[task]["model"]), "tiny")
+    model = given.get("model", USUAL[task]["model"])
+    values = old["config"] | old["train"] if old else USUAL[task] | sized(model, "tiny")
     if wrong := given.keys() & {*USES[other].split()}:
         raise UserError(f"{flag(min(wrong))} is no flag of {task}, but of {other}")
     if old and "modulus" not in values:

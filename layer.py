@@ -29,24 +29,21 @@ from memory import at_least_float32, unit, without_autocast
 from muon import COEFFICIENTS
 
 
-SWITCH = True, False
-SETTINGS = {                              # the usual value, ATLAS with a matrix; its choices or least value
-    "n_head": (8, 1), "n_embd": (192, 1), "head_dim": (16, 1), "memory": ("linear", memory.MEMORIES),
-    "expansion": (4, 1), "loss": ("l2", memory.LOSSES), "window": (2, 1), "chunk": (64, 1),
-    "error": ("token", ("chunk", "token")), "momentum": (True, SWITCH), "muon": (True, SWITCH),
-    "muon_every": (0, 0), "ns_steps": (5, 1), "ns_coefficients": ("muon", tuple(COEFFICIENTS)),
-    "features": ("monomial", poly.FEATURES), "degree": (2, 1), "keep": (True, SWITCH),
-    "forget": ("start", ("start", "zero")), "conv": (True, SWITCH), "lookback": (2, 0),
-    "max_step": (1.0, 0), "max_norm": (50.0, 0),
-}
+SETTINGS = dict(                          # ATLAS with a matrix; models.Config explains each
+    n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=4, loss="l2", window=2, chunk=64,
+    error="token", momentum=True, muon=True, muon_every=0, ns_steps=5, ns_coefficients="muon",
+    features="monomial", degree=2, keep=True, forget="start", conv=True, lookback=2, max_step=1.0,
+    max_norm=50.0)
+CHOICES = dict(memory=memory.MEMORIES, loss=memory.LOSSES, error=("chunk", "token"),
+               ns_coefficients=tuple(COEFFICIENTS), features=poly.FEATURES, forget=("start", "zero"))
+MAY_BE_0 = "muon_every", "lookback", "max_step", "max_norm"
 
 
 def settings(**given):
-    """Return the settings of a Memory: ATLAS with a matrix, changed by `given`. models.Config explains
-    each. Raises ValueError for unknown names and values."""
+    """Return SETTINGS changed by `given`. Raises ValueError for unknown names and values."""
     if unknown := given.keys() - SETTINGS:
         raise ValueError(f"no setting {', '.join(unknown)}; there are {', '.join(SETTINGS)}")
-    made = SimpleNamespace(**{name: usual for name, (usual, _) in SETTINGS.items()} | given)
+    made = SimpleNamespace(**SETTINGS | given)
     if wrong := fault(made):
         raise ValueError(wrong)
     return made
@@ -54,13 +51,17 @@ def settings(**given):
 
 def fault(c, features=poly.FEATURES):
     """Return what is wrong with the settings of a memory, and the remedy; "" if nothing is."""
-    for name, (usual, allowed) in SETTINGS.items():
-        value, allowed = getattr(c, name), features if name == "features" else allowed
-        if isinstance(allowed, tuple):
-            good, says = value in allowed and type(value) is type(usual), f"one of {allowed}"
+    for name, usual in SETTINGS.items():
+        value, kind = getattr(c, name), type(usual)
+        if kind is str:
+            good = value in (known := features if name == "features" else CHOICES[name])
+            says = f"one of {', '.join(known)}"
+        elif kind is bool:
+            good, says = type(value) is bool, "True or False"
         else:
-            good = type(value) in (int, type(usual)) and allowed <= value < math.inf
-            says = f"a number of type {type(usual).__name__}, at least {allowed}"
+            least = 0 if name in MAY_BE_0 else 1
+            good = type(value) in (int, kind) and least <= value < math.inf
+            says = f"a number of type {kind.__name__}, at least {least}"
         if not good:
             return f"{name} is {says}, not {value!r}"
     if c.features == "sketch" and c.degree != 2:
@@ -292,13 +293,6 @@ class Memory(nn.Module):
             return W
         M0 = [F.pad(m, (0, 0, 0, w.shape[-2] - m.shape[-2])) for m, w in zip(self.M0, W)]
         return tuple(torch.where(reset[:, None, None, None], m, w) for m, w in zip(M0, W))
-
-    def retrieve(self, x, frozen):
-        """Return M*(q), Titans Eq 21: what `frozen` recalls for x (B, T, n_embd) without writing."""
-        q = F.silu(self.qkv(x).chunk(3, -1)[0])               # no convolution: choice 18
-        with without_autocast(x):
-            y = self.recall(unit(heads(q, self.config.n_head)), frozen)
-        return self.finish(x, y)
 
     def recall(self, q, frozen):
         """Return M(phi(q); W) for q (B, H, T, D)."""

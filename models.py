@@ -122,14 +122,14 @@ PRESETS = {
     "omeganet":        dict(loss="l2", window=8, **_simple),                              # Eq 10
     "atlas":           dict(loss="l2", window=2, error="token"),                          # Eq 9, 32, 33
     "atlas++":         dict(memory="gated", loss="l2", window=2, error="token"),          # Eq 43
-    "atlas-delta":     dict(loss="l2", window=1, error="token", muon=False),
+    "atlas-delta":     dict(loss="l2", window=1, error="token", muon=False, expansion=2),
 }
 
 # Sizes, which a preset overrides. `tiny` is Config itself: its memory is a matrix, which on a laptop
 # learns more in the same time than the paper's MLP. From 170m on the shapes are the paper's Table 7.
 # Wide heads have too many monomials, so phi is a sketch there, of 1 + D + 79 features: GPUs like
 # multiples of 16. They need long chunks, too.
-_large = dict(memory="mlp", head_dim=0, expansion=2, features="sketch", chunk=256)
+_large = dict(memory="mlp", head_dim=0, features="sketch", chunk=512)
 SIZES = {
     "tiny": dict(),
     "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1, chunk=64),
@@ -142,13 +142,15 @@ SIZES = {
     "760m": dict(n_layer=24, n_head=16, n_embd=1536, **_large),
     "1.3b": dict(n_layer=18, n_head=8, n_embd=2048, **_large),
 }
-LONG_CHUNK = {"tiny": 64, "baby": 128}    # of errors at the token, which long chunks harm least; else 512
+TOKEN_CHUNK = {"tiny": 64, "baby": 128}   # longer chunks where errors are those of the token
 
 
 def sized(preset, size):
     """Return the fields of Config that a size and a preset set. The preset wins."""
     given = SIZES[size] | PRESETS[preset]
-    return given | dict(chunk=LONG_CHUNK.get(size, 512)) if given.get("error") == "token" else given
+    if given.get("error") == "token" and size in TOKEN_CHUNK:
+        given["chunk"] = TOKEN_CHUNK[size]
+    return given
 
 
 def configure(preset="atlas", size="tiny", **overrides):
@@ -162,6 +164,22 @@ def configure(preset="atlas", size="tiny", **overrides):
 def build(preset="atlas", size="tiny", **overrides):
     """Return LM(configure(preset, size, **overrides)), a language model."""
     return LM(configure(preset, size, **overrides))
+
+
+# ---- torch.compile
+def compile_chunks(**options):
+    """Compile the chunk form by torch.compile. The settings of torch hold for the whole process."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    torch._functorch.config.backward_pass_autocast = "off"    # backward takes forward's types
+    torch._functorch.config.activation_memory_budget = 0.0    # backward computes a block again
+    compile_function(chunks, "run_block", **options)
+
+
+def compile_function(owner, name, **options):
+    """Compile a function of a module or class, unless it is compiled."""
+    f = getattr(owner, name)
+    if not hasattr(f, "_torchdynamo_orig_callable"):
+        setattr(owner, name, torch.compile(f, dynamic=False, **options))
 
 
 # ---- the language model
@@ -279,9 +297,9 @@ class LM(nn.Module):
 
     def compile_memory(self, **options):
         """Compile the memory, SwiGLU and Norm, for the whole process, and attention blocks as a whole."""
-        chunks.compile_chunks(**options)
+        compile_chunks(**options)
         for owner, name in ((Memory, "project"), (Memory, "finish"), (SwiGLU, "forward"), (Norm, "forward")):
-            chunks.compile_function(owner, name, **options)
+            compile_function(owner, name, **options)
         for block in self.blocks:
             if isinstance(block.layer, Attention):
                 block.compile(dynamic=False, **options)

@@ -12,10 +12,13 @@ A linear memory of head dim D stores D pairs (Prop 1); on phi it stores E, the n
 q and k have unit length before phi, which does not normalise (choice 8). The infinite phi* of Eq 22 is in dot.py.
 """
 import math
+from itertools import combinations_with_replacement
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from memory import without_autocast
 
 FEATURES = ("none", "elementwise", "monomial", "sketch")
 
@@ -29,21 +32,16 @@ def features_dim(kind, dim, degree, sketch_dim=79):
     return dim
 
 
-def patterns(p):
-    """Return all ordered sums that make p: 2 is (2) and (1, 1); 3 is (3), (1, 2), (2, 1) and (1, 1, 1)."""
-    return [(p,)] + [(r, *rest) for r in range(1, p) for rest in patterns(p - r)]
-
-
-def monomials(x, exponents, scale=1):
-    """Return all x_i^r x_j^s .. (i < j < ..) of one pattern of exponents (r, s, ..), times scale * sqrt(multinomial). x
-    (.., D, T) -> pieces with C(D, len(exponents)) rows in all. Over all patterns of p the root makes their inner
-    products (x . y)^p."""
-    (r, *rest), D, n = exponents, x.shape[-2], len(exponents) - 1
-    powers = (scale * math.comb(sum(exponents), r) ** 0.5) * (x ** r if r > 1 else x)
-    if not rest:
-        return [powers]
-    tail = torch.cat(monomials(x, rest), -2)                  # its last C(D - 1 - i, n) are of x_{i+1}, x_{i+2}, ..
-    return [power * tail[..., -math.comb(D - 1 - i, n):, :] for i, power in enumerate(powers.split(1, -2)[: D - n])]
+def selections(dim, p):
+    """Return p matrices (dim, n). With A, B, .. their roots, (x A) (x B) .. are all n monomials of degree
+    p, each times the root of its multinomial coefficient, so inner products are (x . y)^p."""
+    choices = list(combinations_with_replacement(range(dim), p))
+    maps = torch.zeros(p, dim, len(choices))
+    for n, factors in enumerate(choices):
+        times = math.factorial(p) / math.prod(math.factorial(factors.count(i)) for i in set(factors))
+        for step, i in enumerate(factors):
+            maps[step, i, n] = times if step == 0 else 1
+    return maps
 
 
 class Features(nn.Module):
@@ -51,9 +49,8 @@ class Features(nn.Module):
 
     def __init__(self, kind, dim, degree=2, sketch_dim=79, seed=0):
         super().__init__()
-        self.kind, self.dim, self.degree = kind, dim, degree
+        self.kind, self.dim, self.degree, self.seed = kind, dim, degree, seed
         self.out_dim = features_dim(kind, dim, degree, sketch_dim)
-        self.seed = seed
         if kind in ("elementwise", "monomial", "sketch"):
             self.scale = nn.Parameter(torch.empty(degree + 1))
         if kind == "sketch":
@@ -64,27 +61,34 @@ class Features(nn.Module):
         """Set the starting values. The sketch is the same for each seed, and saved with the model."""
         with torch.no_grad():
             if hasattr(self, "scale"):
-                self.scale.copy_(torch.tensor([math.factorial(i) ** -0.5 for i in range(self.degree + 1)]))
-            if hasattr(self, "sketch"):
+                roots = [math.factorial(i) ** -0.5 for i in range(self.degree + 1)]
+                self.scale.copy_(torch.tensor(roots))
+            if self.kind == "sketch":
                 drawn = torch.randn(self.sketch.shape, generator=torch.Generator().manual_seed(self.seed))
                 self.sketch.copy_(drawn / self.sketch.shape[2] ** 0.25)
+            for p in range(2, self.degree + 1) if self.kind == "monomial" else ():
+                maps = selections(self.dim, p).to(self.scale.device)
+                self.register_buffer(f"degree{p}", maps, persistent=False)
 
     def forward(self, x):
         """Return phi(x): (.., dim) -> (.., out_dim)."""
         if self.kind == "none":
             return x
-        s, one = self.scale.to(x.dtype), torch.ones_like(x[..., :1])
+        s = self.scale.to(x.dtype)
         if self.kind == "elementwise":
             return sum(s[i] * x ** i for i in range(self.degree + 1))
-        if self.kind == "sketch":
-            a, b = self.sketch.to(x.dtype)
-            return torch.cat([s[0] * one, s[1] * x, (s[2] * x) @ a * (x @ b)], -1)
-        x = x.mT.contiguous()                                 # (.., D, T): products run along the tokens
-        pieces = [s[0] * one.mT]                              # Eq 5: degree 0, 1, .., p
-        for p in range(1, self.degree + 1):
-            for exponents in (e for e in patterns(p) if len(e) <= self.dim):
-                pieces += monomials(x, exponents, s[p])
-        return torch.cat(pieces, -2).mT
+        parts = [s[0] * torch.ones_like(x[..., :1]), s[1] * x]                   # Eq 5: degree 0, 1, .., p
+        for p in range(2, self.degree + 1):
+            if self.kind == "sketch":
+                maps = self.sketch.to(x.dtype)
+            else:
+                maps = getattr(self, f"degree{p}").to(x.dtype).sqrt()
+            with without_autocast(x):
+                first, *others = (x @ a for a in maps)
+            for other in others:
+                first = first * other
+            parts.append(s[p] * first)
+        return torch.cat(parts, -1)
 
     def inner(self, x, y, px=None, py=None):
         """Return phi(x) phi(y)^T, by Eq 5 or from px = phi(x), py = phi(y); x (.., n, dim), y (.., m, dim)."""

@@ -104,24 +104,24 @@ def conditioned(cond, *shape):
 def test_ns_against_svd(shape):
     """Catches a mistyped coefficient, tall matrices on their long side, a pass-through of some shapes."""
     S, polar = conditioned(100, *shape)
-    for N in (newton_schulz([S])[0], newton_schulz_ref(S), newton_schulz_ref(S[0])):
+    for N in (newton_schulz(S), newton_schulz_ref(S), newton_schulz_ref(S[0])):
         s = torch.linalg.svdvals(N)
         assert 0.68 < s.min() and s.max() < 1.21
     N, U = (N, polar[0]) if shape[-2] >= shape[-1] else (N.mT, polar[0].mT)
     close(U.mT @ N, N.mT @ U)                                 # N = U f(s) V^T: U^T N is symmetric, and loses nothing
     close(U @ U.mT @ N, N)
-    close(newton_schulz([S], 30, "cubic")[0], polar)
+    close(newton_schulz(S, 30, "cubic"), polar)
 
 
 @pytest.mark.parametrize("name", COEFFICIENTS)
 def test_ns_is_the_plain_iteration(name):
-    """Catches a step of R or G left out, another stack's result, an input that is overwritten."""
+    """Catches a step of R or G left out, an input that is overwritten."""
     S = [randn(*s).requires_grad_() for s in ((2, 8, 20), (1, 3, 5), (3, 20, 8), (2, 8, 8))]
     before, up, (a, b, c) = [s.detach().clone() for s in S], [randn(*s.shape) for s in S], COEFFICIENTS[name]
     X = [s / s.norm(dim=(1, 2), keepdim=True) for s in S]
     for steps in range(1, 8):
         X = [a * x + b * x @ x.mT @ x + c * x @ x.mT @ x @ x.mT @ x for x in X]
-        for Y in (newton_schulz(S, steps, name), [newton_schulz_ref(s, steps, name) for s in S]):
+        for Y in ([ns(s, steps, name) for s in S] for ns in (newton_schulz, newton_schulz_ref)):
             close(Y, X)
             if steps in (2, 7):
                 close(torch.autograd.grad(Y, S, up), torch.autograd.grad(X, S, up, retain_graph=True), 1e-9)
@@ -130,7 +130,7 @@ def test_ns_is_the_plain_iteration(name):
 
 def test_ns_of_any_size_of_matrix():
     """Catches 0 / 0 of the first momentum, in the gradient too; an epsilon; half a sum of squares."""
-    for ns in (newton_schulz_ref, lambda S: newton_schulz([S])[0]):
+    for ns in newton_schulz_ref, newton_schulz:
         S, zero = randn(2, 8, 12), torch.zeros(2, 8, 12, requires_grad=True)
         close([ns(1e-8 * S), ns(1e8 * S)], [ns(S), ns(S)])
         ns(zero).sum().backward()
@@ -144,12 +144,12 @@ def test_ns_of_any_size_of_matrix():
 def test_ns_in_float32(shape):
     """Catches: all steps on one Gram matrix, which squares the condition: gradients lose digits, low ranks blow up."""
     S, up = conditioned(1e6, *shape)[0], randn(*shape)
-    exact, rounded = (torch.autograd.grad((newton_schulz([s])[0] * up).sum(), s)[0]
+    exact, rounded = (torch.autograd.grad((newton_schulz(s) * up).sum(), s)[0]
                       for s in (S.requires_grad_(), S.detach().float().requires_grad_()))
     assert (rounded - exact).norm() < 1e-4 * exact.norm()
     low = randn(2, shape[1], 3) @ randn(2, 3, shape[2]) + 1e-6 * randn(*shape)
     for steps, name in ((10, "muon"), (30, "cubic")):
-        assert torch.linalg.svdvals(newton_schulz([low.float()], steps, name)[0]).max() < 1.3
+        assert torch.linalg.svdvals(newton_schulz(low.float(), steps, name)).max() < 1.3
 
 
 def test_outer_muon():
@@ -157,7 +157,7 @@ def test_outer_muon():
     first, *grads = ([torch.randn(12, 6), torch.randn(6, 12)] for _ in range(3))
     for native, tol in (False, 1e-5), (True, 2e-3):
         params = [torch.nn.Parameter(p.clone()) for p in (*first, torch.ones(3, 3))]
-        optimizer = muon.Muon(params, lr=0.02, weight_decay=0.1)
+        optimizer = train.Muon(params, lr=0.02, weight_decay=0.1)
         optimizer.bfloat16 = native
         for params[0].grad, params[1].grad in grads:
             optimizer.step()
@@ -169,6 +169,13 @@ def test_outer_muon():
                 O = newton_schulz_ref(0.05 * g + 0.95 * B)
                 p = (1 - 0.002) * p - 0.02 * max(1, p.shape[0] / p.shape[1]) ** 0.5 * O
             close(params[i] - first[i], p - first[i], tol)    # of 0.07
+    how = dict(lr=0.02, nesterov=False, momentum=0.8, ns_steps=3, adjust_lr_fn="match_rms_adamw",
+               ns_coefficients=(2, -1.5, 0.5))                # torch's options
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in first] for _ in range(2))
+    for params, optimizer in (ours, train.Muon(ours, **how)), (theirs, torch.optim.Muon(theirs, **how)):
+        for params[0].grad, params[1].grad in grads:
+            assert optimizer.step(lambda: 7) == 7
+    close([a - p for a, p in zip(ours, first)], [a - p for a, p in zip(theirs, first)], 2e-3)
 
 
 @pytest.mark.parametrize("more", [{}, dict(tie=True, wiring="mac")], ids=str)
@@ -533,7 +540,8 @@ MODELS |= {
     "tie": ("atlas", dict(tie=True)), "linear memory": ("atlas", dict(memory="linear")),
     "no conv": ("atlas", dict(conv=False)), "sketch": ("atlas", dict(features="sketch")),
     "deepomega-mac": ("deepomega", dict(wiring="mac")), "elementwise": ("omeganet", dict(features="elementwise")),
-    "forget M0": ("atlas", dict(CHUNK, forget="zero")), "forget M0-mac": ("omeganet", dict(forget="zero", wiring="mac")),
+    "forget M0": ("atlas", dict(CHUNK, forget="zero")),
+    "forget M0-mac": ("omeganet", dict(forget="zero", wiring="mac")),
     "muon every token": ("atlas", dict(CHUNK, muon_every=1)), "chunk 1": ("atlas", dict(chunk=1)),
     "no persistent tokens": ("atlas", dict(wiring="mac", persistent=0)), "one head": ("titans", dict(n_head=1)),
     "gated exp": ("deepomega", dict(memory="gated", keep=True)), "shards": ("atlas", dict(CHUNK, shard=6)),
@@ -846,7 +854,7 @@ def test_wirings_by_hand():
             close(y, a(layer.m_norm(layer.memory(px)[0]))[0][:, 2:])
     state, outs = layer.memory.start(x), []
     for s in x.split(3, 1):
-        h = layer.memory.retrieve(s, layer.memory.weights(state)[0])
+        h = wiring.retrieve(layer.memory, s, layer.memory.weights(state)[0])
         (_, pk, pv), (_, hk, hv), (q, xk, xv) = (a.qkv(z).chunk(3, -1) for z in (layer.persistent, h[0], s[0]))
         seen = F.pad(torch.ones(len(q), len(q)).tril().bool().repeat(1, 2), (2, 0), value=True)
         k = torch.cat([heads(a, pk, a.k_norm), heads(a, hk, a.k_norm, True), heads(a, xk, a.k_norm, True)], 1)
@@ -925,7 +933,7 @@ def test_a_masked_chunk_makes_no_nan():
 
 
 def test_init_sets_all_starting_values():
-    """Catches a norm, a scale or a sketch that keeps what the memory held: to_empty, then init, as torchtitan builds."""
+    """Catches a norm, a scale or a sketch that keeps what was there: to_empty, then init, as torchtitan builds."""
     for name in "sketch", "atlas-mag", "omeganet-mac", "transformer":
         torch.manual_seed(0)
         want, other = made(name), made(name)
@@ -2267,6 +2275,26 @@ def test_readme_examples_run(block, monkeypatch, tmp_path):
     exec(block, {})
 
 
+def parts(c):
+    """The cells of README's table of parts, from a Config."""
+    deep = {"linear": "linear", "mlp": f"MLP, expansion {c.expansion}"}
+    ns = f"{c.ns_coefficients}, {c.ns_steps} steps" if c.muon else "none"
+    every = {0: "once a chunk", 1: "yes"}[c.muon_every] if c.muon else "not here"
+    return [c.window, c.error, c.chunk, "yes" if c.momentum else "no", ns, every, f"{c.features}, degree {c.degree}",
+            deep[c.memory], "not here", c.forget, f"{c.max_norm:g}", f"block {c.lookback}" if c.lookback else "no"]
+
+
+def test_readme_table_of_parts():
+    """Catches a cell that is not what models.configure gives."""
+    table = README.split("in the paper and here\n")[1].split("\n\n")[0]
+    cells = [[cell.strip() for cell in line.split("|")[3:-1]] for line in table.splitlines()[2:]]
+    large = [parts(models.configure("atlas", size)) for size in ("170m", "195m", "340m", "760m", "1.3b")]
+    assert all(column == large[0] for column in large)
+    columns = [parts(models.configure("atlas", size)) for size in ("tiny", "baby", "170m")]
+    columns.append(parts(models.configure("atlas-delta")))
+    assert cells == [[str(cell) for cell in row] for row in zip(*columns)]
+
+
 def patched(diff, *sources):
     """The sources after a diff, whose hunks fit one place each; .. at the end of a hunk is the rest of a line."""
     for hunk in re.findall(r"(?:^[ +-].*\n)+", diff, re.M):
@@ -2362,16 +2390,16 @@ def test_the_layer_needs_five_files_beside_it(tmp_path):
 # ---- python test_all.py --mutants: faults of the mathematics, each with a test that must notice it
 
 MUTANTS = [                               # what breaks, function, its source, what that becomes, a test that notices
-    ("a coefficient is mistyped", muon.iterate, "alpha=c", "alpha=1.2 * c", "ns_against_svd"),
+    ("a coefficient is mistyped", muon.newton_schulz, "c * (G @ G)", "1.2 * c * (G @ G)", "ns_against_svd"),
     ("a zero matrix gives 0 / 0", muon.normalised, ".clamp_min(0.5).rsqrt()", ".rsqrt()", "ns_of_any_size"),
     ("the square of a tiny norm", muon.normalised, "largest > smallest, 1 / largest", "largest > 0, 1 + 0 * largest",
      "gate_that_closes"),
-    ("one Gram matrix for all steps", muon.iterate, "GRAM_STEPS", "9", "ns_in_float32"),
-    ("a step on R is lost", muon.iterate, "R = torch.bmm(Q, R) if i else Q", "R = Q", "ns_is_the_plain"),
-    ("Nesterov is lost", muon.Muon.direction, 'p.grad.lerp(B, group["momentum"])', "B", "outer_muon"),
+    ("one Gram matrix for all steps", muon.newton_schulz, "GRAM_STEPS", "9", "ns_in_float32"),
+    ("a step on R is lost", muon.newton_schulz, "R = Q if step == first else Q @ R", "R = Q", "ns_is_the_plain"),
+    ("Nesterov is lost", train.Muon.direction, 'p.grad.lerp(B, group["momentum"])', "B", "outer_muon"),
     ("Muon trains the head", train.make_optimizers, 'and not name.startswith("head.")', "", "who_trains"),
     ("half of a large batch is lost", train.rehearse, "2 * tc.grad_accum", "tc.grad_accum", "too_large"),
-    ("multinomial weights without root", poly.monomials, "r) ** 0.5", "r)", "phi_kernel"),
+    ("multinomial weights without root", poly.Features.forward, ".to(x.dtype).sqrt()", ".to(x.dtype)", "phi_kernel"),
     ("exp features without exp", dot.reading_rows, "(x @ keys.mT).exp()", "x @ keys.mT", "monomials_converge"),
     ("a mean for a sum", memory.loss, "(y - v).square().sum(-1)", "(y - v).square().mean(-1)", "losses_by_hand"),
     ("a lost residual", memory.output, "return r + (F.rms_norm", "return (F.rms_norm", "memory_as_printed"),
@@ -2387,11 +2415,12 @@ MUTANTS = [                               # what breaks, function, its source, w
     ("sums from the block's first token on", chunks.decays, ".tril(-1).cumsum(1)", ".cumsum(1)", "omega_is_omega_ref"),
     ("a window in the other order", chunks.times_gate, "F.pad(gate, (0, c))", "F.pad(gate.flip(-1), (0, c))",
      "omega_is_omega_ref"),
-    ("a new anchor at each block", chunks.run_all, "if block.start % rule.chunk == 0:", "if True:", "omega_is_omega_ref"),
+    ("a new anchor at each block", chunks.run_all, "if block.start % rule.chunk == 0:", "if True:",
+     "omega_is_omega_ref"),
     ("the last block of a chunk is lost", chunks.run_all, "(chunk_ends or len(block) == rule.muon_every)",
      "len(block) == rule.muon_every", "omega_is_omega_ref"),
-    ("a state that does not know of a reset", chunks.run_all, "boundary = W, S\n            anchor", "pass\n            anchor",
-     "test_reset"),
+    ("a state that does not know of a reset", chunks.run_all, "boundary = W, S\n            anchor",
+     "pass\n            anchor", "test_reset"),
     ("the last token reads plain steps", chunks.read, "if W_end:", "if False:", "omega_is_omega_ref"),
     ("errors with the other sign", chunks.errors_at_tokens, "A = before", "A = -before", "omega_is_omega_ref"),
     ("a step that nothing divides", chunks.errors_at_tokens, "unitriangular=True) / size", "unitriangular=True)",
@@ -2409,7 +2438,7 @@ MUTANTS = [                               # what breaks, function, its source, w
     ("--remat in vain", models.LM.forward, "self.remat and", "False and", "test_remat"),
     ("top_p stops too early", models.sample, "probs.cumsum(-1) - probs", "probs.cumsum(-1)", "test_sample"),
     ("attention's window off by one", wiring.attend, "(j > i - w)", "(j >= i - w)", "attention_by_hand"),
-    ("MAC reads what it has just written", wiring.Wiring.segment, "state.frozen or (", "(", "test_reading"),
+    ("MAC reads what it has just written", wiring.Wiring.segment, "state.frozen or self", "self", "test_reading"),
     ("MAC writes its input", wiring.Wiring.segment, "self.memory(y, inner", "self.memory(x, inner", "wirings_by_hand"),
     ("a surprise after the write", eval.watch, "k.roll(-1, 2)", "k", "test_probe"),
 ]

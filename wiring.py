@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from layer import Norm, check_input, fits, heads, numbered
+from memory import unit, without_autocast
 
 WIRINGS = ("lmm", "mag", "mal", "mac")                        # lmm: the memory alone
 
@@ -115,6 +116,14 @@ class WiringState(NamedTuple):
     batch = property(lambda self: self.memory.batch)
 
 
+def retrieve(memory, x, frozen):
+    """Return M*(q), Titans Eq 21: what `frozen` recalls for x (B, T, n_embd) without writing."""
+    q = F.silu(memory.qkv(x).chunk(3, -1)[0])                 # no convolution: choice 18
+    with without_autocast(x):
+        y = memory.recall(unit(heads(q, memory.config.n_head)), frozen)
+    return memory.finish(x, y)
+
+
 class Wiring(nn.Module):
     """Attention wired with `memory`, a layer.Memory, by config.wiring (formulas: the module docstring)."""
 
@@ -203,7 +212,7 @@ class Wiring(nn.Module):
         if reset is not None and reset[:, 0 if pos else 1:].any():
             raise ValueError("a reset stands inside of a segment of MAC; put it where one begins")
         frozen = state.frozen or self.memory.frozen(inner, reset if reset is None else reset[:, 0])
-        projected = [tuple(a.project(h)) for h in (self.memory.retrieve(x, frozen), x)]         # Titans Eq 21
+        projected = [tuple(a.project(h)) for h in (retrieve(self.memory, x, frozen), x)]        # Titans Eq 21
         q, *ks = rope(pos, a.q_norm(projected[-1][0]), *(a.k_norm(k) for _, k, _ in projected))  # q: of x alone
         ks = torch.stack(ks, 2)                                                                  # (B, H, 2, T, D)
         vs = torch.stack([v for _, _, v in projected], 2)
