@@ -845,7 +845,7 @@ def test_wirings_by_hand():
     """Catches a MAC that writes before it attends, reads what it has just written, or looks ahead."""
     x = randn(1, 8, 16)
     for how in "mag", "mal", "mac":
-        layer = shaken(small("atlas", wiring=how)).blocks[0].layer
+        layer = shaken(small("atlas", **CHUNK, wiring=how)).blocks[0].layer
         y, a, px = layer(x)[0], layer.attention, torch.cat([layer.persistent[None], x], 1)
         gated = lambda y, m: layer.y_norm(y) * layer.m_norm(m).sigmoid()
         if how == "mag":
