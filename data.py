@@ -260,8 +260,9 @@ def continue_text(model, tokenizer, place, n, **how):
             tokens = torch.tensor([ids], device=device)
             place[0] = yield from model.generate(tokens, n, state=place[0], **how)
     while len(unread) > PIECE:
-        yield "".join(drawn(unread[:PIECE], 0))               # nothing
-        del unread[:PIECE]
+        nothing = "".join(drawn(unread[:PIECE], 0))
+        del unread[:PIECE]                                    # first: the reader may stop at the yield
+        yield nothing
     for token in drawn(unread if n else unread[:-1], n):
         unread += token.tolist()
         yield feed(token)

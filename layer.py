@@ -30,7 +30,7 @@ from muon import COEFFICIENTS
 
 
 SETTINGS = dict(                          # ATLAS with a matrix; models.Config explains each
-    n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=4, loss="l2", window=2, chunk=64,
+    n_head=8, n_embd=192, head_dim=16, memory="linear", expansion=4, loss="l2", window=2, chunk=32,
     error="token", momentum=True, muon=True, muon_every=0, ns_steps=5, ns_coefficients="muon",
     features="monomial", degree=2, keep=True, forget="start", conv=True, lookback=2, max_step=1.0,
     max_norm=50.0)

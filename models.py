@@ -142,14 +142,15 @@ SIZES = {
     "760m": dict(n_layer=24, n_head=16, n_embd=1536, **_large),
     "1.3b": dict(n_layer=18, n_head=8, n_embd=2048, **_large),
 }
-TOKEN_CHUNK = {"tiny": 64, "baby": 128}   # longer chunks where errors are those of the token
+# Errors at the token need no short chunks; what grows is their triangular system, of chunk x window pairs.
+SYSTEM = {"tiny": 64, "baby": 128}
 
 
 def sized(preset, size):
     """Return the fields of Config that a size and a preset set. The preset wins."""
     given = SIZES[size] | PRESETS[preset]
-    if given.get("error") == "token" and size in TOKEN_CHUNK:
-        given["chunk"] = TOKEN_CHUNK[size]
+    if given.get("error") == "token" and size in SYSTEM:
+        given["chunk"] = SYSTEM[size] // given["window"]
     return given
 
 

@@ -788,7 +788,7 @@ def test_bad_arguments():
         *((word, partial(settings, **{name: value})) for word, name, value in (
             ("n_heads; there are n_head", "n_heads", 2), ("error is one of", "error", "tokens"),
             ("features is one of", "features", "poly"), ("memory is one of", "memory", "MLP"),
-            ("forget is one of", "forget", "Start"), ("muon is one of", "muon", "off"),
+            ("forget is one of", "forget", "Start"), ("muon is True or", "muon", "off"),
             ("at least 1, not 0", "chunk", 0), ("type float", "max_step", math.nan), ("one of", "features", "exp"))),
         ("features is one of", models.Memory, SimpleNamespace(**vars(settings()) | dict(features="exp", muon=False))),
         (r"x\[None\]", layer, hidden[0]), ("16", layer, hidden[..., :8]), ("target", model.loss, x, x[:, 1:]),
