@@ -1,5 +1,6 @@
 """bench.py - how fast, on this machine: tokens/s, forward and backward.
 
+    python bench.py                                      short for bench.py layer
     python bench.py layer --plot                         one layer with its projections, of several models, over length
     python bench.py rule                                 the rule alone, over window, chunk, muon_every and shard
     python bench.py peers --minutes 3                    the same work by attention and, if installed, titans-pytorch

@@ -1,41 +1,51 @@
 """chunks.py - the rule of omega.py, fast: block after block, each in a few matrix products.
 
-A chunk has one anchor, the memory at its start, where gradients are taken (Eq 16). A block is the
-muon_every tokens that end in one Newton-Schulz; without it a block is a chunk. Below, W_0 and S_0
-are the memory and its momentum at the block's start, s and t are tokens of the block, and i counts
-its pairs: those of its tokens, and of the window - 1 tokens before.
+A chunk is one or more blocks. A block is muon_every tokens, fewer at a chunk's end, and ends in one
+Newton-Schulz; without Newton-Schulz a chunk is one block. All blocks of a chunk take gradients at
+one anchor, the memory at the chunk's start (Eq 16). Below, W_0 and S_0 are the memory and its
+momentum at the block's start, s and t are tokens of the block, counted from 1, and i counts its
+pairs: pair i is that of token i, and pairs 0, -1, .. are those of the window - 1 tokens before.
 
-At the anchor the gradient of pair i is an outer product x_i^T d_i: x_i enters the matrix, d_i is the
-error of what leaves it. The rule adds such gradients up, so S_t and W_t are sums of them, and the
-coefficients come from the gates alone. Three tokens, window 2, pairs 0 to 3 (k keep, e step, g gate):
+The gradient of pair i is an outer product x_i^T d_i: x_i enters the matrix, d_i is the error of
+what leaves it. Coefficients come from the gates alone. Here are three tokens and a window of 2; in
+this picture k, m, e, g are keep, momentum, step and gate:
 
     Keep = 1                Write = e1                     Gate = g10 g11
            k2    1                  k2e1    e2                        g21 g22
            k3k2  k3  1              k3k2e1  k3e2  e3                      g32 g33
 
 Keep[t, s] is what is left at token t of what token s wrote, and Write is that times the step of s.
-Mom is Keep with momentum in the place of keep. U_t are the steps of the block up to token t:
+Mom is Keep with momentum in the place of keep. The steps of the block so far, decayed, are U_t:
 
-    S_t = momprod_t S_0 + sum_i (Mom Gate)[t, i] x_i^T d_i                           Eq 33, 39
-    U_t = drift_t S_0 + sum_i P[t, i] x_i^T d_i     P = Write Mom Gate,  drift = Write momprod
-    W_t = keepprod_t W_0 - U_t                      keepprod_t = k1 k2 .. kt,  momprod alike
+    g_t = sum_i Gate[t, i] x_i^T d_i
+    S_t = sum_s Mom[t, s] g_s + momprod_t S_0                    momprod_t = m1 m2 .. mt       Eq 33
+    U_t = sum_s Write[t, s] S_s,   W_t = keepprod_t W_0 - U_t    keepprod_t = k1 k2 .. kt      Eq 16
 
-So P[2, 1] = k2 e1 g11 + e2 (m2 g11 + g21) is all that pair 1 adds up to at token 2. A query q reads
-W_t without making it, as attention does, with P in the place of the softmax:
+These are sums over the pairs, so W_t need not be made. A row r that enters the matrix reads it by
+attention, with P in the place of the softmax (and adds r M0, where W is counted from M0):
 
-    q W_t = keepprod_t q W_0 - drift_t q S_0 - sum_i P[t, i] (q . x_i) d_i
+    U_t   = sum_i P[t, i] x_i^T d_i + drift_t S_0      P = Write Mom Gate,   drift = Write momprod
+    r W_t = keepprod_t r W_0 - drift_t r S_0 - sum_i P[t, i] (r . x_i) d_i
 
-At a block's end Newton-Schulz takes the whole sum: W_end = keepprod W_0 - due NS(U), where due is the
-sum of Write's last row (choice 15). The last token reads W_end, and the next block begins from it.
+P[2, 1] = k2 e1 g11 + e2 (m2 g11 + g21) is all that pair 1 adds up to at token 2. At a block's end
+Newton-Schulz takes the whole sum: W_end = keepprod W_0 - due NS(U), where due is the sum of Write's
+last row (choice 15; with error = "token" NS(U) has another length, choice 24). The last token reads
+W_end. The next block begins from it, the next chunk from what the ball leaves of it (choice 22).
 
-error = "token" (choice 24): in the last matrix d_i = E_i / |x_i|^2, and E_i is what x_i reads after
-token t - 1, less v_i. That is a reading like the one above, one row up (P' is P moved down a row):
+error = "token" (choice 24): a pair has another error at each token that looks at it, so each token
+has its own copies of its window's pairs, n = c window of them. Copy i belongs to token t(i). In the
+last matrix d_i = E_i / |x_i|^2, where E_i is what x_i reads after token t(i) - 1, less its target
+v_i. That is the reading above with the coefficients of the token before: row i of P' is row t(i) - 1
+of P; at the first token P' and drift' are 0, and keepprod' is 1.
 
-    E = keepprod' X W_0 - drift' X S_0 - (P' * X X^T) D - V      or      (I + A) E = E_0
+    E = keepprod' X W_0 - drift' X S_0 - (P' * (X X^T)) D - V          * entry by entry
+    (I + A) E = E_0,   A[i, j] = P'[i, j] (x_i . x_j) / |x_j|^2
 
-with A[i, j] = P'[i, j] (x_i . x_j) / |x_j|^2, and E_0 the errors had the block written nothing. A pair
-has another error at each token that looks at it, so here each token has its own copies of its window:
-n = c window. Row i of A is 0 from its own token on, so A is strictly lower triangular.
+E_0 are the errors if the block had no pairs. Row i of A is 0 from the first copy of t(i) on, so A
+is strictly lower triangular. The other matrices learn at the anchor.
+
+A call may end inside of a chunk. The state holds W and S at the chunk's start and its tokens so far,
+and the next call computes it again; an unfinished block has no Newton-Schulz yet.
 """
 from typing import NamedTuple
 
@@ -51,18 +61,18 @@ from omega import Gates, join, nearest, since
 # ---- coefficients, from the gates alone
 class Mix(NamedTuple):
     """What the memory and the momentum are mixed from at the c tokens of a block."""
-    P: torch.Tensor                       # (N, c, n) pairs in U
-    keepprod: torch.Tensor                # (N, c, 1) W_0 in W
+    P: torch.Tensor                       # (N, c, n) coefficients of the pairs in U_t
+    keepprod: torch.Tensor                # (N, c, 1) of W_0 in W_t
     due: torch.Tensor                     # (N, 1, 1) the steps of the block, decayed, at its end
-    drift: torch.Tensor | None = None     # (N, c, 1) S_0 in U; this and the next: None without momentum
-    S_pairs: torch.Tensor | None = None   # (N, 1, n) pairs in S at the block's end
-    momprod: torch.Tensor | None = None   # (N, 1, 1) S_0 in S at the block's end
+    drift: torch.Tensor | None = None     # (N, c, 1) of S_0 in U_t; from here None if no momentum
+    S_pairs: torch.Tensor | None = None   # (N, 1, n) of the pairs in S at the block's end
+    momprod: torch.Tensor | None = None   # (N, 1, 1) of S_0 in S at the block's end
 
 
 def decays(a):
     """Return Keep and keepprod of a = keep, or Mom and momprod: (N, c) -> (N, c, c), (N, c, 1)."""
     logs = a.clamp_min(torch.finfo(a.dtype).tiny).log()[..., None]
-    # sums over s + 1 .. t in each row: differences of long sums would lose digits
+    # [t, s]: the sum of the logs of s + 1 .. t; a difference of two long sums would lose digits
     sums = logs.expand(-1, -1, a.shape[1]).tril(-1).cumsum(1)
     return sums.exp().tril(), logs.cumsum(1).exp()
 
@@ -72,7 +82,7 @@ def times_gate(rule, rows, gate):
     c, window = gate.shape[1:]
     if rule.solves or window == 1:                            # each token has pairs of its own
         return (rows[..., None] * gate[:, None]).flatten(2)
-    # rows of c + window numbers, read as rows of n = c + window - 1, move right by one in each row
+    # the band: rows of n + 1 numbers, read n at a time, start one place later in each row
     n = c + window - 1
     Gate = F.pad(gate, (0, c)).flatten(1)[:, : c * n].unflatten(1, (c, n))
     return rows @ Gate
@@ -101,24 +111,25 @@ def features(phi, a):
 
 
 def copies(rule, a):
-    """Return the pairs a (N, window - 1 + c, ..) as each token looks at them: (N, n, ..)."""
+    """Return the pairs a (N, window - 1 + c, ..), or where errors are solved for the copies that
+    each token has of its window: (N, n, ..)."""
     if not rule.solves or rule.window == 1:
         return a
     return a.unfold(1, rule.window, 1).mT.flatten(1, 2)
 
 
-def before(rule, a, first=0.0):
-    """Return for each pair the row of a (N, c, ..) one token before the one that looks at it."""
-    a = F.pad(a[:, :-1], (0, 0, 1, 0), value=first)
+def before(rule, a, fill=0.0):
+    """Return row t(i) - 1 of a (N, c, ..) for each copy i, `fill` before the first: (N, n, ..)."""
+    a = F.pad(a[:, :-1], (0, 0, 1, 0), value=fill)
     return a if rule.window == 1 else a.repeat_interleave(rule.window, 1)
 
 
 def errors_at_tokens(rule, phi, mix, k, v, M0, W, S, x):
-    """Return D = E / |x|^2 (N, n, D) of the last matrix, which x (N, n, in) enters."""
-    with without_autocast(x):                                 # a solve adds up rounding errors
+    """Return d = E / |x|^2 (N, n, out) of the last matrix, which x (N, n, in) enters."""
+    with without_autocast(x):                                 # a solve piles up rounding errors
         x = x.to(W[-1].dtype)
         scores = phi.inner(k, k, x, x) if rule.memory == "linear" else x @ x.mT
-        size = scores.diagonal(0, 1, 2)[..., None].clamp_min(0.5)                    # |x_i|^2
+        size = scores.diagonal(0, 1, 2)[..., None].clamp_min(0.5)    # |x_i|^2
         E_0 = before(rule, mix.keepprod, 1.0) * (x @ W[-1]) - v
         if M0:
             E_0 = E_0 + x @ M0[-1]
@@ -137,7 +148,7 @@ def gradients(rule, phi, mix, k, v, xk, M0, anchor, W, S):
 
 
 def total(rows, x, d):
-    """Return sum_i rows_i x_i^T d_i: rows (N, 1, n), x (N, n, in), d (N, n, out) -> (N, in, out)."""
+    """Return sum_i rows_i x_i^T d_i: rows (N, 1, n), x (N, n, in), d (N, n, out)."""
     return (x.mT @ (rows.mT * d)).to(rows.dtype)
 
 
@@ -148,19 +159,21 @@ def write(rule, mix, xd, W, S, newton):
     if S:
         U = [u + mix.drift[:, -1:] * s for u, s in zip(U, S)]
         S = [total(mix.S_pairs, x, d) + mix.momprod * s for (x, d), s in zip(xd, S)]   # Eq 33
-    if newton:                                                                         # Eq 32, 40
+    written = U                                                                        # Eq 10, 16
+    if newton:                                                                         # Eq 32
         with without_autocast(due):
             O = [newton_schulz(u, rule.ns_steps, rule.ns_coefficients) for u in U]
-            U = [nearest(o, u) if rule.solves else due * o for o, u in zip(O, U)]
-    return [keepprod * w - u for w, u in zip(W, U)], S                                 # Eq 10, 16
+            written = [nearest(o, u) if rule.solves else due * o for o, u in zip(O, U)]
+    return [keepprod * w - a for w, a in zip(W, written)], S
 
 
 def read(rule, phi, mix, q, k, xq, M0, W, S, W_end, xd):
-    """Return y (N, c, D). W_end: what the last token reads after Newton-Schulz, or None."""
+    """Return y (N, c, D). W_end: the memory after Newton-Schulz, which the last token reads; None
+    if no Newton-Schulz ends the block."""
     def read_matrix(i, rows):
         x, d = xd[i]
-        first = i < memory.firsts(rule.memory)
-        scores = phi.inner(q, k, rows, x) if first else rows @ x.mT
+        reads_phi = i < memory.firsts(rule.memory)
+        scores = phi.inner(q, k, rows, x) if reads_phi else rows @ x.mT
         y = mix.keepprod * (rows @ W[i]) - (mix.P * scores) @ d
         if S:
             y = y - mix.drift * (rows @ S[i])
@@ -196,7 +209,7 @@ def blocks(rule, T):
 
 
 def cut(a, of_blocks, past=0):
-    """Return of each block its part of a (B, H, past + T, ..), with the `past` rows before: (N, ..)."""
+    """Return a list of each block's part of a (B, H, past + T, ..), and `past` rows before it."""
     if a is None:
         return [None] * len(of_blocks)
     a = a.flatten(0, 1)
@@ -206,7 +219,8 @@ def cut(a, of_blocks, past=0):
 
 
 def with_past(k, v, gates):
-    """Return k and v with window - 1 pairs before the first token; those that lack are 0 and weigh 0."""
+    """Return k and v with window - 1 pairs before the first token, and the gates. Pairs from before
+    the text's first token are 0 and have a gate of 0."""
     T, window = gates.gate.shape[2:]
     missing = T + window - 1 - k.shape[2]
     if missing:
@@ -223,38 +237,38 @@ def run(rule, phi, q, k, v, gates, state):
 
 
 def run_all(rule, phi, q, k, v, gates, state, one_block=None):
-    """Return y, the state, and W and S after the last token. A chunk in progress begins anew.
-    one_block: what runs a block, run_block or one of the same arguments (dot.py)."""
-    one_block, new = one_block or run_block, q.shape[2]
+    """Return y, the state, and W and S after the last token. An unfinished chunk is computed again,
+    with its old tokens in front. one_block: what runs a block, run_block or its like (dot.py)."""
+    one_block, n_new = one_block or run_block, q.shape[2]
     ks, vs, gates = join(state, k, v, gates)
     B, H, T = gates.keep.shape
-    k, v, gated = with_past(ks, vs, gates)
-    q = F.pad(q, (0, 0, T - new, 0))                          # tokens since the boundary ask again
+    k, v, looks = with_past(ks, vs, gates)
+    q = F.pad(q, (0, 0, T - n_new, 0))                        # old tokens ask by 0, and are cut off
     M0, W, S = ([at_least_float32(a).expand(B, *a.shape[-3:]).flatten(0, 1) for a in matrices]
                 for matrices in (state.M0, state.W, state.S))
     of_blocks, past, ys, boundary = blocks(rule, T), rule.window - 1, [], (W, S)
     parts = cut(q, of_blocks), cut(k, of_blocks, past), cut(v, of_blocks, past)
-    gate_parts = (cut(a, of_blocks) for a in gated)
-    for block, q, k, v, *of_block, reset in zip(of_blocks, *parts, *gate_parts):
+    gate_parts = (cut(a, of_blocks) for a in looks)
+    for block, q, k, v, *block_gates, reset in zip(of_blocks, *parts, *gate_parts):
         if block.start % rule.chunk == 0:
-            if reset is not None:                             # which the state must remember, too
+            if reset is not None:                             # W and S after it are the boundary's
                 W, S = ([a.where(~reset[:, :1, None], 0) for a in m] for m in (W, S))
                 boundary = W, S
             anchor = [m + w for m, w in zip(M0, W)] if M0 else W                       # Eq 16
         chunk_ends = block.stop % rule.chunk == 0
         newton = rule.muon_every > 0 and (chunk_ends or len(block) == rule.muon_every)
-        y, W, S = one_block(rule, phi, q, k, v, Gates(*of_block), M0, anchor, W, S, newton)
+        y, W, S = one_block(rule, phi, q, k, v, Gates(*block_gates), M0, anchor, W, S, newton)
         ys.append(y)
         if chunk_ends:
             boundary = W, S = rule.bound(W), S                                         # choice 22
-    y = torch.cat(ys, 1)[:, T - new:].unflatten(0, (B, H))
+    y = torch.cat(ys, 1)[:, T - n_new:].unflatten(0, (B, H))
     boundary, now = ([[a.unflatten(0, (B, H)) for a in m] for m in pair]
                      for pair in (boundary, (W, S)))
     return y, since(rule, state, *boundary, ks, vs, gates), now
 
 
 def weights(rule, phi, state, one_block=None):
-    """Return the matrices M0 + W that a query reads after the last token, and the momentum S then."""
+    """Return the matrices M0 + W that a query reads after the last token, and the momentum S."""
     W, S, nothing = state.W, state.S, state.k[:, :, :0]
     if state.pos:
         no_gates = Gates(*(a if a is None else a[:, :, :0] for a in state.gates))

@@ -2,14 +2,14 @@
 
     phi*(q) . phi*(k) = exp(q . k)                                                           Eq 23
 
-phi* cannot be formed, and need not be. A matrix that reads phi* is a sum of phi*(k_i)^T d_i, so it
-can keep d_i in a row for each key. It grows with the text, like attention's cache:
+phi* cannot be formed, and need not be. A matrix that reads phi* is a sum of phi*(k_i)^T w_i, so it
+can keep w_i in a row for each key. It grows with the text, like attention's cache:
 
-    W = [M0; d_1; d_2; ..]   read by rows [q, exp(q . k_1), exp(q . k_2), ..], written by one-hot rows
+    W = [M0; w_1; w_2; ..]   read by rows [q, exp(q . k_1), ..], written by one-hot rows
 
-With the dot loss, a matrix and no momentum this is Eq 26: y_t = sum of v_i exp(q_t . k_i). M0 has rows
-for the features of degree 1 alone (choice 19). The rest of the rule is that of chunks.py, without
-Newton-Schulz, which would need phi* itself.
+M0 reads q itself, which is the part of degree 1 (choice 19). With the dot loss, a matrix M0 = 0, a
+window of 1 and gates of 1 this is Eq 26: y_t = sum of v_i exp(q_t . k_i). The rest of the rule is
+that of chunks.py, without Newton-Schulz (which exp(k_i . k_j) would allow).
 """
 import sys
 from typing import NamedTuple
@@ -55,7 +55,7 @@ def with_rows(rule, state, k):
 
 
 class Kernel:
-    """What chunks.py takes for phi: inner products of phi* alone."""
+    """What stands in for phi in chunks.py, which there needs inner products alone."""
     def inner(self, q, k, *_):
         return (q @ k.mT).exp()                                                          # Eq 23
 
@@ -66,24 +66,26 @@ def reading_rows(x, keys):
 
 
 def block_runner(rule, keys, T):
-    """Return what chunks.run_all calls for each block of the last T of the keys (B, H, t, D)."""
+    """Return what chunks.run_all calls for a block; the last T of keys are since the boundary."""
     keys, t, D = keys.flatten(0, 1), keys.shape[2], keys.shape[3]
     ends = iter([t - T + block.stop for block in chunks.blocks(rule, T)])
 
-    def run_block(rule, kernel, q, k, v, gates, M0, anchor, W, S, newton):
+    def one_block(rule, kernel, q, k, v, gates, M0, anchor, W, S, newton):
         with without_autocast(q):
             mix = chunks.coefficients(rule, gates)
-        end, n = next(ends), k.shape[1]                       # pair i of n writes row D + end - n + i
+        # pair i of n writes row D + end - n + i; those from before the text have a gate of 0
+        end, n = next(ends), k.shape[1]
         one_hot = F.pad(torch.eye(n, dtype=k.dtype, device=k.device), (D + end - n, t - end))
         xq, xk = reading_rows(q, keys), reading_rows(k, keys)
         one_hot, xk, k, v = (chunks.copies(rule, a) for a in (one_hot[None], xk, k, v))
         v = memory.target(rule.memory, rule.loss, k, v)
         xd = chunks.gradients(rule, kernel, mix, k, v, xk, M0, anchor, W, S)
         firsts = memory.firsts(rule.memory)
+        # read by kernel rows, written by one-hot rows
         written = [(one_hot, d) for _, d in xd[:firsts]] + xd[firsts:]
         W_end, S_end = chunks.write(rule, mix, written, W, S, newton)
         return chunks.read(rule, kernel, mix, q, k, xq, M0, W, S, None, xd), W_end, S_end
-    return run_block
+    return one_block
 
 
 def run(rule, phi, q, k, v, gates, state):

@@ -67,7 +67,7 @@ def fault(c, features=poly.FEATURES):
     if c.features == "sketch" and c.degree != 2:
         return "features sketch needs degree 2"
     if c.features == "exp" and c.muon:
-        return "features exp needs muon off (--no-muon): Newton-Schulz would need phi* itself"
+        return "features exp needs muon off (--no-muon): dot.py has no Newton-Schulz"
     if c.error == "token":
         if c.loss not in ("l2", "dot"):
             return f"error token needs loss l2 or dot, not {c.loss}; or give error chunk"

@@ -15,18 +15,20 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
     M, W, M0   M_t, M_0     M_t, M_0      fast weights of one sequence and head; their learned start
     S          S_t          S_t           momentum of the gradients
     U, due     -            -             steps of a block that wait: decayed sums of step S, of step (choice 15)
-    O          -eta_t S'_t  -             what a block then adds to W: -due NS(U) (choice 24: another length), or -U
-    keep       alpha_t      1 - alpha_t   fraction of the memory retained, in (0, 1]
+    O          (S'_t)       -             NewtonSchulz(U). A block's end subtracts due O; with error = "token" O in
+                                          another length; without Newton-Schulz U itself (choices 15, 24)
+    keep       alpha_t      1 - alpha_t   fraction of the memory retained, in [0, 1]
     step       eta_t        -             inner step size, > 0  (choice 4)
     momentum   theta_t      eta_t         momentum decay, in [0, 1)
     gate       gamma_i^(t)  theta_t       weight of the i-th window token at step t: `window` values a token. (Titans'
                                           step stands inside of S, as gate does, and its S has the other sign)
     window     c            1             tokens the Omega rule looks back on
-    chunk      b            b             tokens that share one gradient point
+    chunk      b            b             tokens that share one anchor
     degree     p            -             polynomial degree of phi
 
     B batch   H heads   N = B H   T tokens   D head dim   E features, the dim of phi(k)   layout (B, H, T, D)
-    c tokens of a chunk (not the paper's c, which is `window`)   n pairs that a chunk learns from
+    c tokens of a block (not the paper's c, which is `window`)   n pairs that a block learns from
+    anchor: the memory before a chunk, at which its gradients are taken   (chunks.py has more letters of its own)
 """
 from contextlib import nullcontext
 

@@ -102,8 +102,8 @@ class Config:
 
 
 # Table 1: the paper's models as differences from Config's defaults. Where no memory is named, the size
-# decides. The paper trains with errors at a chunk's start (Eq 16), which approximates Eq 9; `atlas`
-# takes them at the token, as Eq 9 prints it. `atlas-delta` is ours, not the paper's: without a window
+# decides. The paper trains with errors at a chunk's start (Eq 16), which approximates Eq 15; `atlas`
+# takes them at the token, as Eq 15 prints it. `atlas-delta` is ours, not the paper's: without a window
 # and Newton-Schulz. Both were chosen by measuring (results/README.md).
 _simple = dict(momentum=False, muon=False)
 _kernel = dict(memory="mlp", features="exp", keep=False, **_simple)
@@ -120,7 +120,7 @@ PRESETS = {
     "swdt":            dict(_kernel, loss="dot", window=8),                               # Table 1
     "deepomega":       dict(_kernel, loss="l2", window=8),                                # Eq 27, "Dot"
     "omeganet":        dict(loss="l2", window=8, **_simple),                              # Eq 10
-    "atlas":           dict(loss="l2", window=2, error="token"),                          # Eq 9, 32, 33
+    "atlas":           dict(loss="l2", window=2, error="token"),                          # Eq 15, 32, 33
     "atlas++":         dict(memory="gated", loss="l2", window=2, error="token"),          # Eq 43
     "atlas-delta":     dict(loss="l2", window=1, error="token", muon=False, expansion=2),
 }

@@ -1,10 +1,10 @@
-"""omega.py - how the memory learns at test time: the Omega rule with decay, momentum and Newton-Schulz.
+"""omega.py - how the memory learns at test time: the Omega rule, momentum and Newton-Schulz.
 
-`paper` is the rule as printed (ATLAS 3 - 5), for one sequence and head. `omega_ref` is the rule as this
-project runs it: any loss, gradients at chunk boundaries, blocks that share a Newton-Schulz, a state to
-go on from. chunks.py computes the same function fast. With forget = "start" W is counted from M0 in all
-of this, and M0 is added where the memory is applied (choice 21). Symbols: memory.py. Choices:
-results/choices.md.
+`paper` is the rule as printed (ATLAS 3 - 5), for one sequence and head. `omega_ref` is the rule as
+this project runs it: any loss, gradients at chunk boundaries, blocks that share a Newton-Schulz, a
+state to go on from. chunks.py computes the same function fast. In both W is counted from M0 if
+forget is "start", and M0 is added where the memory is applied (choice 21). Symbols: memory.py.
+Choices: results/choices.md.
 """
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ def paper(kind, M0, phi, q, k, v, keep, step, momentum, gate):
             return (gate[t, -len(errors):] * 0.5 * errors.square().sum(-1)).sum()
         S = [momentum[t] * s + g for s, g in zip(S, grad(loss)(W))]                        # Eq 33
         W = [keep[t] * w - step[t] * newton_schulz_ref(s) for w, s in zip(W, S)]           # Eq 32
-        ys.append(memory.apply(kind, W, xq[t], q[t]))                    # read after write: choice 3
+        ys.append(memory.apply(kind, W, xq[t], q[t]))                   # read after write: choice 3
     return torch.stack(ys)
 
 
@@ -39,25 +39,26 @@ class Rule(NamedTuple):
     memory: str = "mlp"
     loss: str = "l2"
     window: int = 1
-    chunk: int = 64                       # tokens between two boundaries; 1 is the sequential rule, Eq 15
+    chunk: int = 64                       # tokens between two boundaries; 1: token by token, Eq 15
     muon_every: int = 0                   # tokens of a block, which share a Newton-Schulz; 0: none
     ns_steps: int = 5
     ns_coefficients: str = "muon"
-    forget: str = "zero"                  # what W decays to: zero as printed, or M0 ("start", choice 21)
-    norm: bool = False                    # divide what the last matrix of a deep memory makes by its RMS
+    forget: str = "zero"                  # W decays to zero as printed, or "start": M0 (choice 21)
+    norm: bool = False                    # divide the last output of a deep memory by its RMS
     ball: float = 0.0                     # largest norm of a matrix of W at a boundary; 0: no bound
-    error: str = "chunk"                  # where a pair's error is measured: "chunk", at the boundary,
-                                          # Eq 16; "token", with the last matrix after the token before,
-                                          # Eq 15 (choice 24)
+    error: str = "chunk"                  # where an error is measured: at the boundary, Eq 16; or
+                                          # with "token" by the last matrix after the token before
+                                          # (Eq 15) and the others at the boundary (choice 24)
 
     @property
     def solves(self):
-        """Whether chunks.py solves for errors. The dot loss needs no solve: its error is -v."""
+        """Whether chunks.py solves for errors, which it can with the l2 loss and without norm. The
+        dot loss needs no solve: its error is -v."""
         return self.error == "token" and self.loss != "dot"
 
     def bound(self, W):
-        """Return W, each matrix scaled back to the norm `ball`. The outer gradient takes the scale for
-        a constant (choice 22)."""
+        """Return W, each matrix scaled back to the norm `ball`. The outer gradient takes the scale
+        for a constant (choice 22)."""
         if not self.ball:
             return W
         norms = [torch.linalg.matrix_norm(w.detach(), keepdim=True) for w in W]
@@ -71,20 +72,21 @@ class Gates(NamedTuple):
     momentum: torch.Tensor | None         # (B, H, T) in [0, 1); None: no momentum
     gate: torch.Tensor                    # (B, H, T, window); [..., -1] weighs the token itself
     reset: torch.Tensor | None = None     # (B, H, T) bool, True only at first tokens of chunks, with
-                                          # forget = "start": before it W - M0 and S become 0. Gates of
-                                          # older pairs are to be 0
+                                          # forget = "start": W - M0 and S become 0 before it. The
+                                          # caller sets gates of older pairs to 0
 
 
 class State(NamedTuple):
-    """What the rule carries on: the memory at the last boundary and the tokens since. Bounded."""
+    """What the rule carries on: the memory at the last boundary and the tokens since. Its size does
+    not grow with the text."""
     M0: tuple                             # matrices (H, in, out); () with forget = "zero"
     W: tuple                              # W - M0 (without M0: W), matrices (B, H, in, out)
     S: tuple                              # likewise; () without momentum
-    k: torch.Tensor                       # (B, H, past + pos, D): keys since the boundary, and up to
-                                          # window - 1 before it
+    k: torch.Tensor                       # (B, H, past + pos, D): keys since the boundary, and up
+                                          # to window - 1 before it
     v: torch.Tensor                       # their values
-    gates: Gates                          # of the tokens since the boundary; reset is None, for it has
-                                          # been applied
+    gates: Gates                          # of the tokens since the boundary; reset is None, for it
+                                          # has been applied
 
     @property
     def pos(self):
@@ -93,7 +95,7 @@ class State(NamedTuple):
 
 
 def start(rule, phi, M0, batch, momentum=True):
-    """Return the state before the first token: W = M0, S = 0 (choice 10). M0: matrices (H, in, out)."""
+    """Return the state before the first token: W = M0, S = 0 (choice 10). M0: (H, in, out) each."""
     M0, raised = tuple(M0), [at_least_float32(w) for w in M0]
     zeros = tuple(w.new_zeros(batch, *w.shape) for w in raised)
     copies = tuple(w.expand(batch, *w.shape).clone() for w in raised)     # AdamW steps in place
@@ -106,7 +108,7 @@ def start(rule, phi, M0, batch, momentum=True):
 
 
 def join(state, k, v, gates):
-    """Return the keys and values of the state and those of new tokens in a row, the gates likewise."""
+    """Return keys and values of the state and of new tokens in a row, the gates likewise."""
     def append(old, new):
         return torch.cat([old, new], 2) if new is not None and old.shape[2] else new
     reset = gates.reset if gates.reset is None else F.pad(gates.reset, (state.pos, 0))
@@ -116,11 +118,11 @@ def join(state, k, v, gates):
 
 def since(rule, state, W, S, k, v, gates):
     """Return the state after the tokens that `join` put in a row; W and S: at the last boundary."""
-    def last(a, n):
-        return a if a is None else a[:, :, max(0, a.shape[2] - n):].clone()   # a view keeps all of it
+    def tail(a, n):                                           # a view would keep all of a alive
+        return a if a is None else a[:, :, max(0, a.shape[2] - n):].clone()
     pos = gates.keep.shape[2] % rule.chunk
-    k, v = (last(a, pos + rule.window - 1) for a in (k, v))
-    gates = Gates(*(last(a, pos) for a in gates[:4]))
+    k, v = (tail(a, pos + rule.window - 1) for a in (k, v))
+    gates = Gates(*(tail(a, pos) for a in gates[:4]))
     return state._replace(W=tuple(W), S=tuple(S), k=k, v=v, gates=gates)
 
 
@@ -131,7 +133,7 @@ def nearest(O, U):
 
 
 def update(rule, U, due):
-    """Return what a block subtracts from a matrix of W, whose steps add up to U (Eq 32)."""
+    """Return what is subtracted from a matrix of W at a block's end; U: its steps' sum (Eq 32)."""
     if not rule.muon_every:
         return U                                                                         # Eq 10, 12
     O = newton_schulz_ref(U, rule.ns_steps, rule.ns_coefficients)
@@ -141,13 +143,15 @@ def update(rule, U, due):
 def omega_ref(rule, phi, q, k, v, gates, state):
     """Run the rule token by token from the last boundary on (slow), with gradients by autograd.
 
-    It is `paper` for all sequences and heads at once, with three things more. Chunk: gradients are
-    taken at the memory before it, the anchor (Eq 16). Block: the steps of muon_every tokens wait in U
-    until one Newton-Schulz writes them, and queries read W - U (choice 15); without Newton-Schulz a
-    chunk is a block. error = "token": errors are those of the last matrix of now, and a gradient is
-    divided by |x|^2 of what enters it (choice 24). muon_every = chunk = 1 is `paper`.
+    It is `paper` for all sequences and heads at once. Three things are new. Chunk: gradients are
+    taken at the memory before it, the anchor (Eq 16). Block: the steps of muon_every tokens wait in
+    U until one Newton-Schulz writes them, and until then queries read W - U (choice 15); without
+    Newton-Schulz a chunk is a block. error = "token": a pair's error is measured with the last
+    matrix of now, and its gradients are divided by |x|^2, x being what enters that matrix (choice
+    24). With muon_every = chunk = 1 and the other defaults of Rule it is `paper`. An unfinished
+    chunk is computed again.
     q, k, v (B, H, T >= 1, D), gates, state -> y (B, H, T, D), state."""
-    ks, vs, gates = join(state, k, v, gates)                  # a chunk in progress begins anew
+    ks, vs, gates = join(state, k, v, gates)
     T, pos, block = gates.keep.shape[2], state.pos, rule.muon_every or rule.chunk
     past, xs, xq, ys = ks.shape[2] - T, phi(ks), phi(q), []
     W, S = state.W, state.S or [torch.zeros_like(w) for w in state.W]
@@ -166,14 +170,14 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             if reset is not None:
                 W, S = ([a.where(~reset[..., None], 0) for a in m] for m in (W, S))
             anchor, boundary = W, (W, S)
-        if t % rule.chunk % block == 0:
+        if t % rule.chunk % block == 0:                       # blocks count from the chunk's start
             U, due = [torch.zeros_like(w) for w in W], 0
         i = slice(max(0, past + t - rule.window + 1), past + t + 1)      # across chunks: choice 12
         x, r, target = xs[:, :, i], ks[:, :, i], vs[:, :, i]
         weight = gate[:, :, 0, rule.window - x.shape[2]:]
         if rule.solves:
-            now = [*anchor[:-1], W[-1] - U[-1]]
-            errors = memory.error(rule.loss, M(now, x, r), target)
+            measured = [*anchor[:-1], W[-1] - U[-1]]
+            errors = memory.error(rule.loss, M(measured, x, r), target)
             weight = weight / memory.size(rule.memory, with_M0(anchor), x)
 
         def loss(W):

@@ -1,6 +1,7 @@
 """recall.py - can a small model recall what it saw once? Synthetic tasks, and campaigns that train models on them.
 
     python recall.py needle --model transformer,head_dim=16 atlas --seeds 1 2 3 --plot  pairs hidden in long noise
+    python recall.py                                                                    short for recall.py mqar
     python recall.py mqar --pairs 2 4 8 --vocab 32 --seq-len 32                         many pairs at once
     python recall.py mad                                 the six synthetic tasks of MAD: the paper's Table 4, small
     python recall.py ablation                            the paper's Table 6, small: what is each part worth?

@@ -19,8 +19,7 @@ def graphed(model, task):                                    # model.loss as two
     with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
         return torch.cuda.make_graphed_callables(whole, task.inputs(model, 0), allow_unused_input=True)
 device, file, *sizes = train.setup(sys.argv[1], 0), *sys.argv[2:]
-gpu, rows, names = device.type == "cuda", [], ("transformer", "titans", "omeganet", "atlas")
-COUNTED = {"baby": (11, 28, 36, 58), "170m": (168, 474, 479, 920)}    # ms of a step by launches and bytes: a guess
+gpu, rows, names = device.type == "cuda", [], ("transformer", "titans", "omeganet", "atlas", "atlas-delta")
 for size, name, graph in [(s, n, g) for s in sizes for n in names for g in (False, True)]:
     tc, config = train.settings(dict(model=name, size=size, grad_accum=1, dropout=0.0, device=device.type))
     config.vocab_size = 50304 if size == "170m" else 65
@@ -43,8 +42,7 @@ for size, name, graph in [(s, n, g) for s in sizes for n in names for g in (Fals
     except Exception as fault:          # out of memory, or whatever a capture forbids
         print(size, name, f"{fault!r:.300}")
     rows.append(dict(size=size, name=name, graph=graph, ms=sorted(times[4:] or [0])[len(times[4:]) // 2],
-        counted_ms=COUNTED.get(size, 4 * [0])[names.index(name)], gradient_off=off,
-        gib=gpu and torch.cuda.max_memory_allocated() / 2**30))
+        gradient_off=off, gib=gpu and torch.cuda.max_memory_allocated() / 2**30))
     print("  ".join(f"{key} {value if isinstance(value, str) else round(value, 4)}" for key, value in rows[-1].items()))
     open(file, "w").write(json.dumps(dict(torch=torch.__version__, rows=rows), indent=1))
 END
