@@ -35,17 +35,14 @@ W_end. The next block begins from it, the next chunk from what the ball leaves o
 error = "token" (choice 24): a pair has another error at each token that looks at it, so each token
 has its own copies of its window's pairs, n = c window of them. Copy i belongs to token t(i). In the
 last matrix d_i = E_i / |x_i|^2, where E_i is what x_i reads after token t(i) - 1, less its target
-v_i. That is the reading above with the coefficients of the token before: row i of P' is row t(i) - 1
-of P; at the first token P' and drift' are 0, and keepprod' is 1.
+v_i. That is the reading above with coefficients of the token before: row i of P' is row t(i) - 1 of
+P; at the first token P' and drift' are 0, and keepprod' is 1.
 
     E = keepprod' X W_0 - drift' X S_0 - (P' * (X X^T)) D - V          * entry by entry
     (I + A) E = E_0,   A[i, j] = P'[i, j] (x_i . x_j) / |x_j|^2
 
 E_0 are the errors if the block had no pairs. Row i of A is 0 from the first copy of t(i) on, so A
 is strictly lower triangular. The other matrices learn at the anchor.
-
-A call may end inside of a chunk. The state holds W and S at the chunk's start and its tokens so far,
-and the next call computes it again; an unfinished block has no Newton-Schulz yet.
 """
 from typing import NamedTuple
 
@@ -111,8 +108,7 @@ def features(phi, a):
 
 
 def copies(rule, a):
-    """Return the pairs a (N, window - 1 + c, ..), or where errors are solved for the copies that
-    each token has of its window: (N, n, ..)."""
+    """Return pairs a (N, window - 1 + c, ..), or each token's copies of its window: (N, n, ..)."""
     if not rule.solves or rule.window == 1:
         return a
     return a.unfold(1, rule.window, 1).mT.flatten(1, 2)
@@ -154,22 +150,20 @@ def total(rows, x, d):
 
 def write(rule, mix, xd, W, S, newton):
     """Return W and S at the end of a block; newton: whether Newton-Schulz ends it."""
-    keepprod, due = mix.keepprod[:, -1:], mix.due
     U = [total(mix.P[:, -1:], x, d) for x, d in xd]
     if S:
         U = [u + mix.drift[:, -1:] * s for u, s in zip(U, S)]
         S = [total(mix.S_pairs, x, d) + mix.momprod * s for (x, d), s in zip(xd, S)]   # Eq 33
     written = U                                                                        # Eq 10, 16
     if newton:                                                                         # Eq 32
-        with without_autocast(due):
+        with without_autocast(mix.due):
             O = [newton_schulz(u, rule.ns_steps, rule.ns_coefficients) for u in U]
-            written = [nearest(o, u) if rule.solves else due * o for o, u in zip(O, U)]
-    return [keepprod * w - a for w, a in zip(W, written)], S
+            written = [nearest(o, u) if rule.solves else mix.due * o for o, u in zip(O, U)]
+    return [mix.keepprod[:, -1:] * w - a for w, a in zip(W, written)], S
 
 
 def read(rule, phi, mix, q, k, xq, M0, W, S, W_end, xd):
-    """Return y (N, c, D). W_end: the memory after Newton-Schulz, which the last token reads; None
-    if no Newton-Schulz ends the block."""
+    """Return y (N, c, D). W_end: what the last token reads, if Newton-Schulz ends the block."""
     def read_matrix(i, rows):
         x, d = xd[i]
         reads_phi = i < memory.firsts(rule.memory)
@@ -219,8 +213,7 @@ def cut(a, of_blocks, past=0):
 
 
 def with_past(k, v, gates):
-    """Return k and v with window - 1 pairs before the first token, and the gates. Pairs from before
-    the text's first token are 0 and have a gate of 0."""
+    """Return k, v with window - 1 pairs before the first token, and gates, 0 where none were."""
     T, window = gates.gate.shape[2:]
     missing = T + window - 1 - k.shape[2]
     if missing:
@@ -237,8 +230,9 @@ def run(rule, phi, q, k, v, gates, state):
 
 
 def run_all(rule, phi, q, k, v, gates, state, one_block=None):
-    """Return y, the state, and W and S after the last token. An unfinished chunk is computed again,
-    with its old tokens in front. one_block: what runs a block, run_block or its like (dot.py)."""
+    """Return y, the state, and W, S after the last token. An unfinished chunk's W and S at its start
+    and its tokens are in the state; the next call computes it again, with them in front.
+    one_block: what runs a block, run_block or its like (dot.py)."""
     one_block, n_new = one_block or run_block, q.shape[2]
     ks, vs, gates = join(state, k, v, gates)
     B, H, T = gates.keep.shape

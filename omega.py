@@ -71,7 +71,7 @@ class Gates(NamedTuple):
     step: torch.Tensor                    # (B, H, T)
     momentum: torch.Tensor | None         # (B, H, T) in [0, 1); None: no momentum
     gate: torch.Tensor                    # (B, H, T, window); [..., -1] weighs the token itself
-    reset: torch.Tensor | None = None     # (B, H, T) bool, True only at first tokens of chunks, with
+    reset: torch.Tensor | None = None     # (B, H, T) bool, True only at a chunk's first token, with
                                           # forget = "start": W - M0 and S become 0 before it. The
                                           # caller sets gates of older pairs to 0
 
