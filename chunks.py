@@ -230,8 +230,8 @@ def run(rule, phi, q, k, v, gates, state):
 
 
 def run_all(rule, phi, q, k, v, gates, state, one_block=None):
-    """Return y, the state, and W, S after the last token. An unfinished chunk's W and S at its start
-    and its tokens are in the state; the next call computes it again, with them in front.
+    """Return y, the state, and W, S after the last token. In an unfinished chunk the state has W, S
+    at its start and its tokens; the next call computes it again, with them in front.
     one_block: what runs a block, run_block or its like (dot.py)."""
     one_block, n_new = one_block or run_block, q.shape[2]
     ks, vs, gates = join(state, k, v, gates)
