@@ -44,6 +44,7 @@ P; at the first token P' and drift' are 0, and keepprod' is 1.
 E_0 are the errors if the block had no pairs. Row i of A is 0 from the first copy of t(i) on, so A
 is strictly lower triangular. The other matrices learn at the anchor.
 """
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ import torch.nn.functional as F
 import memory
 from memory import at_least_float32, without_autocast
 from muon import newton_schulz
-from omega import Gates, join, nearest, since
+from omega import Gates, join, nearest, plus, since
 
 
 # ---- coefficients, from the gates alone
@@ -96,6 +97,14 @@ def coefficients(rule, gates):
     P = times_gate(rule, Write @ Mom, gates.gate)
     S_pairs = times_gate(rule, Mom[:, -1:], gates.gate)
     return Mix(P, keepprod, due, Write @ momprod, S_pairs, momprod[:, -1:])
+
+
+def together(rule, gates):
+    """Return the Mix of each block from a list of gates of one length: calls take long where many
+    blocks are short."""
+    joined = Gates(*(None if a[0] is None else torch.cat(a) for a in zip(*gates)))
+    parts = [repeat(None) if a is None else a.chunk(len(gates)) for a in coefficients(rule, joined)]
+    return [Mix(*part) for part in zip(*parts)]
 
 
 # ---- one block
@@ -178,11 +187,13 @@ def read(rule, phi, mix, q, k, xq, M0, W, S, W_end, xd):
     return memory.output(rule.memory, read_matrix(len(xd) - 1, a), q, rule.norm)
 
 
-def run_block(rule, phi, q, k, v, gates, M0, anchor, W, S, newton):
+def run_block(rule, phi, q, k, v, gates, mix, M0, anchor, W, S, newton):
     """Learn and read a block: q (N, c, D), k, v (N, window - 1 + c, D), gates (N, c, ..), matrices
-    (N, in, out) -> y (N, c, D), W and S at its end. This is what torch.compile compiles."""
-    with without_autocast(q):
-        mix = coefficients(rule, gates)
+    (N, in, out) -> y (N, c, D), W and S at its end. This is what torch.compile compiles; without a
+    mix it makes one of the gates, and keeps none for backward."""
+    if mix is None:
+        with without_autocast(q):
+            mix = coefficients(rule, gates)
     xq, xk = features(phi, q), copies(rule, features(phi, k))
     k, v = copies(rule, k), copies(rule, v)
     v = memory.target(rule.memory, rule.loss, k, v)
@@ -234,31 +245,35 @@ def run_all(rule, phi, q, k, v, gates, state, one_block=None):
     at its start and its tokens; the next call computes it again, with them in front.
     one_block: what runs a block, run_block or its like (dot.py)."""
     one_block, n_new = one_block or run_block, q.shape[2]
-    ks, vs, gates = join(state, k, v, gates)
-    B, H, T = gates.keep.shape
-    k, v, looks = with_past(ks, vs, gates)
+    ks, vs, all_gates = join(state, k, v, gates)
+    B, H, T = all_gates.keep.shape
+    k, v, looks = with_past(ks, vs, all_gates)
     q = F.pad(q, (0, 0, T - n_new, 0))                        # old tokens ask by 0, and are cut off
     M0, W, S = ([at_least_float32(a).expand(B, *a.shape[-3:]).flatten(0, 1) for a in matrices]
                 for matrices in (state.M0, state.W, state.S))
     of_blocks, past, ys, boundary = blocks(rule, T), rule.window - 1, [], (W, S)
     parts = cut(q, of_blocks), cut(k, of_blocks, past), cut(v, of_blocks, past)
-    gate_parts = (cut(a, of_blocks) for a in looks)
-    for block, q, k, v, *block_gates, reset in zip(of_blocks, *parts, *gate_parts):
+    gates = [Gates(*a) for a in zip(*(cut(a, of_blocks) for a in looks))]
+    mixes = repeat(None)
+    if q.device.type == "cpu" and len({len(block) for block in of_blocks}) == 1:
+        with without_autocast(q):
+            mixes = together(rule, gates)
+    for block, q, k, v, now, mix in zip(of_blocks, *parts, gates, mixes):
         if block.start % rule.chunk == 0:
-            if reset is not None:                             # W and S after it are the boundary's
-                W, S = ([a.where(~reset[:, :1, None], 0) for a in m] for m in (W, S))
+            if now.reset is not None:                         # W and S after it are the boundary's
+                W, S = ([a.where(~now.reset[:, :1, None], 0) for a in m] for m in (W, S))
                 boundary = W, S
-            anchor = [m + w for m, w in zip(M0, W)] if M0 else W                       # Eq 16
+            anchor = plus(M0, W)                                                       # Eq 16
         chunk_ends = block.stop % rule.chunk == 0
         newton = rule.muon_every > 0 and (chunk_ends or len(block) == rule.muon_every)
-        y, W, S = one_block(rule, phi, q, k, v, Gates(*block_gates), M0, anchor, W, S, newton)
+        y, W, S = one_block(rule, phi, q, k, v, now, mix, M0, anchor, W, S, newton)
         ys.append(y)
         if chunk_ends:
             boundary = W, S = rule.bound(W), S                                         # choice 22
     y = torch.cat(ys, 1)[:, T - n_new:].unflatten(0, (B, H))
-    boundary, now = ([[a.unflatten(0, (B, H)) for a in m] for m in pair]
-                     for pair in (boundary, (W, S)))
-    return y, since(rule, state, *boundary, ks, vs, gates), now
+    boundary, at_end = ([[a.unflatten(0, (B, H)) for a in m] for m in pair]
+                        for pair in (boundary, (W, S)))
+    return y, since(rule, state, *boundary, ks, vs, all_gates), at_end
 
 
 def weights(rule, phi, state, one_block=None):
@@ -267,4 +282,4 @@ def weights(rule, phi, state, one_block=None):
     if state.pos:
         no_gates = Gates(*(a if a is None else a[:, :, :0] for a in state.gates))
         W, S = run_all(rule, phi, nothing, nothing, nothing, no_gates, state, one_block)[2]
-    return tuple(m + w for m, w in zip(state.M0, W)) if state.M0 else tuple(W), tuple(S)
+    return tuple(plus(state.M0, W)), tuple(S)

@@ -70,9 +70,10 @@ def block_runner(rule, keys, T):
     keys, t, D = keys.flatten(0, 1), keys.shape[2], keys.shape[3]
     ends = iter([t - T + block.stop for block in chunks.blocks(rule, T)])
 
-    def one_block(rule, kernel, q, k, v, gates, M0, anchor, W, S, newton):
-        with without_autocast(q):
-            mix = chunks.coefficients(rule, gates)
+    def one_block(rule, kernel, q, k, v, gates, mix, M0, anchor, W, S, newton):
+        if mix is None:
+            with without_autocast(q):
+                mix = chunks.coefficients(rule, gates)
         # pair i of n writes row D + end - n + i; those from before the text have a gate of 0
         end, n = next(ends), k.shape[1]
         one_hot = F.pad(torch.eye(n, dtype=k.dtype, device=k.device), (D + end - n, t - end))

@@ -15,10 +15,10 @@ import math
 import sys
 import time
 from contextlib import ExitStack
-from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 import chunks
 import data
@@ -28,7 +28,7 @@ import omega
 import train
 from common import (Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say,
                     seeded, with_task)
-from layer import rule, state_bytes
+from layer import rule
 
 
 WINDOWS = 32                                # of the loss by position, and passages that are read twice
@@ -138,6 +138,11 @@ def twice_task(args, device):
 
 # ---- a stream without end
 @torch.inference_mode()
+def state_bytes(state):
+    """Return the bytes of all tensors in a state."""
+    return sum(a.numel() * a.element_size() for a in tree_leaves(state) if isinstance(a, torch.Tensor))
+
+
 def stream(model, ids, n):
     """Read about n tokens through one state. Raises Halt where a loss is not finite or the state grows."""
     c, device, state, seen, total, sizes = model.config, next(model.parameters()).device, None, 0, 0.0, []

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import chunks
 import memory
@@ -51,11 +51,11 @@ def settings(**given):
 
 def fault(c, features=poly.FEATURES):
     """Return what is wrong with the settings of a memory, and the remedy; "" if nothing is."""
+    choices = CHOICES | dict(features=features)
     for name, usual in SETTINGS.items():
         value, kind = getattr(c, name), type(usual)
         if kind is str:
-            good = value in (known := features if name == "features" else CHOICES[name])
-            says = f"one of {', '.join(known)}"
+            good, says = value in choices[name], f"one of {', '.join(choices[name])}"
         elif kind is bool:
             good, says = type(value) is bool, "True or False"
         else:
@@ -87,18 +87,17 @@ def rule(c):
 
 # ---- parts that attention uses, too
 class Norm(nn.Module):
-    """RMSNorm over the last dimension, with a learned scale of any shape. eps is added to the mean square."""
+    """RMSNorm over the last dimension, with a learned scale of any shape."""
 
-    def __init__(self, *shape, eps=2**-23):
+    def __init__(self, *shape):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(*shape)), eps
-        self.init()
+        self.weight = nn.Parameter(torch.ones(*shape))
 
     def init(self):
         nn.init.ones_(self.weight)
 
     def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+        return F.rms_norm(x, x.shape[-1:], eps=2**-23) * self.weight
 
 
 def heads(x, H):
@@ -319,11 +318,6 @@ def select(state, rows):
     if rows.dim() != 1 or rows.numel() and rows.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"rows is a list of indices, not {rows.tolist()}")
     return map_state(lambda a: a[rows.long()], state)         # an empty list comes as float32
-
-
-def state_bytes(state):
-    """Return the bytes of all tensors in a state."""
-    return sum(a.numel() * a.element_size() for a in tree_leaves(state) if isinstance(a, torch.Tensor))
 
 
 def fits(config):

@@ -46,17 +46,17 @@ def normalised(S):
 
 
 def newton_schulz(S, steps=5, coefficients="muon"):
-    """Return NS(S), of a stack of matrices or one: (.., m, n) -> (.., m, n). coefficients: a name in
+    """Return NS(S) of a stack of matrices: (N, m, n) -> (N, m, n). coefficients: a name in
     COEFFICIENTS, or three numbers."""
     if S.shape[-2] > S.shape[-1]:
         return newton_schulz(S.mT, steps, coefficients).mT
-    a, b, c = COEFFICIENTS[coefficients] if isinstance(coefficients, str) else coefficients
+    a, b, c = COEFFICIENTS.get(coefficients, coefficients)
     X, I = normalised(S), torch.eye(S.shape[-2], dtype=S.dtype, device=S.device)
     for first in range(0, steps, GRAM_STEPS):
         G = X @ X.mT
         for step in range(first, min(first + GRAM_STEPS, steps)):
             G = G if step == first else Q @ G @ Q
-            Q = a * I + b * G + c * (G @ G)
+            Q = torch.baddbmm(G, G, G, beta=b, alpha=c) + a * I
             R = Q if step == first else Q @ R
         X = R @ X
     return X

@@ -96,14 +96,13 @@ class State(NamedTuple):
 
 def start(rule, phi, M0, batch, momentum=True):
     """Return the state before the first token: W = M0, S = 0 (choice 10). M0: (H, in, out) each."""
-    M0, raised = tuple(M0), [at_least_float32(w) for w in M0]
-    zeros = tuple(w.new_zeros(batch, *w.shape) for w in raised)
-    copies = tuple(w.expand(batch, *w.shape).clone() for w in raised)     # AdamW steps in place
-    from_M0 = rule.forget == "start"
-    empty = zeros[0].new_zeros(batch, zeros[0].shape[1], 0, phi.dim)
+    # clone: AdamW steps in place
+    W = tuple(at_least_float32(w).expand(batch, *w.shape).clone() for w in M0)
+    zeros, from_M0 = tuple(torch.zeros_like(w) for w in W), rule.forget == "start"
+    empty = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
     none = empty[..., 0]
-    gates = Gates(none, none, none if momentum else None, empty.new_zeros(*none.shape, rule.window))
-    return State(M0 if from_M0 else (), zeros if from_M0 else copies, zeros if momentum else (),
+    gates = Gates(none, none, none if momentum else None, none.new_zeros(*none.shape, rule.window))
+    return State(tuple(M0) if from_M0 else (), zeros if from_M0 else W, zeros if momentum else (),
                  empty, empty, gates)
 
 
@@ -124,6 +123,11 @@ def since(rule, state, W, S, k, v, gates):
     k, v = (tail(a, pos + rule.window - 1) for a in (k, v))
     gates = Gates(*(tail(a, pos) for a in gates[:4]))
     return state._replace(W=tuple(W), S=tuple(S), k=k, v=v, gates=gates)
+
+
+def plus(M0, W):
+    """Return the memory itself, M0 + W, or W where it is not counted from M0 (choice 21)."""
+    return [m + w for m, w in zip(M0, W)] if M0 else list(W)
 
 
 def nearest(O, U):
@@ -156,11 +160,8 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     past, xs, xq, ys = ks.shape[2] - T, phi(ks), phi(q), []
     W, S = state.W, state.S or [torch.zeros_like(w) for w in state.W]
 
-    def with_M0(W):
-        return [m + w for m, w in zip(state.M0, W)] if state.M0 else W
-
     def M(W, x, r):
-        return memory.apply(rule.memory, with_M0(W), x, r, rule.norm)
+        return memory.apply(rule.memory, plus(state.M0, W), x, r, rule.norm)
 
     for t in range(T):
         keep, step, momentum, gate, reset = (a if a is None else a[:, :, t, None] for a in gates)
@@ -178,13 +179,13 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         if rule.solves:
             measured = [*anchor[:-1], W[-1] - U[-1]]
             errors = memory.error(rule.loss, M(measured, x, r), target)
-            weight = weight / memory.size(rule.memory, with_M0(anchor), x)
+            weight = weight / memory.size(rule.memory, plus(state.M0, anchor), x)
 
         def loss(W):
             y = M(W, x, r)
             pairs = (y * errors).sum(-1) if rule.solves else memory.loss(rule.loss, y, target)
             return (weight * pairs).sum()
-        g = grad(loss)(list(anchor))                                                     # Eq 9, 16
+        g = grad(loss)(anchor)                                                     # Eq 9, 16
         S = [momentum * s + d for s, d in zip(S, g)]                                     # Eq 33
         U, due = [keep * u + step * s for u, s in zip(U, S)], keep * due + step
         W = [keep * w for w in W]

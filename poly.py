@@ -12,10 +12,10 @@ A linear memory of head dim D stores D pairs (Prop 1); on phi it stores E, the n
 q and k have unit length before phi, which does not normalise (choice 8). The infinite phi* of Eq 22 is in dot.py.
 """
 import math
+from functools import reduce
 from itertools import combinations_with_replacement
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from memory import without_autocast
@@ -61,8 +61,7 @@ class Features(nn.Module):
         """Set the starting values. The sketch is the same for each seed, and saved with the model."""
         with torch.no_grad():
             if hasattr(self, "scale"):
-                roots = [math.factorial(i) ** -0.5 for i in range(self.degree + 1)]
-                self.scale.copy_(torch.tensor(roots))
+                self.scale.copy_(torch.tensor([math.factorial(i) for i in range(self.degree + 1)]) ** -0.5)
             if self.kind == "sketch":
                 drawn = torch.randn(self.sketch.shape, generator=torch.Generator().manual_seed(self.seed))
                 self.sketch.copy_(drawn / self.sketch.shape[2] ** 0.25)
@@ -84,10 +83,8 @@ class Features(nn.Module):
             else:
                 maps = getattr(self, f"degree{p}").to(x.dtype).sqrt()
             with without_autocast(x):
-                first, *others = (x @ a for a in maps)
-            for other in others:
-                first = first * other
-            parts.append(s[p] * first)
+                factors = [x @ a for a in maps]
+            parts.append(s[p] * reduce(torch.mul, factors))
         return torch.cat(parts, -1)
 
     def inner(self, x, y, px=None, py=None):

@@ -57,7 +57,8 @@ import sample
 import shards
 import train
 import wiring
-from layer import detach, rule as rule_of, select, settings, state_bytes
+from eval import state_bytes
+from layer import detach, rule as rule_of, select, settings
 from memory import LOSSES, MEMORIES
 from muon import COEFFICIENTS, newton_schulz, newton_schulz_ref
 from omega import Gates, omega_ref, paper, Rule, start
@@ -2390,7 +2391,7 @@ def test_the_layer_needs_five_files_beside_it(tmp_path):
 # ---- python test_all.py --mutants: faults of the mathematics, each with a test that must notice it
 
 MUTANTS = [                               # what breaks, function, its source, what that becomes, a test that notices
-    ("a coefficient is mistyped", muon.newton_schulz, "c * (G @ G)", "1.2 * c * (G @ G)", "ns_against_svd"),
+    ("a coefficient is mistyped", muon.newton_schulz, "alpha=c", "alpha=1.2 * c", "ns_against_svd"),
     ("a zero matrix gives 0 / 0", muon.normalised, ".clamp_min(0.5).rsqrt()", ".rsqrt()", "ns_of_any_size"),
     ("the square of a tiny norm", muon.normalised, "largest > smallest, 1 / largest", "largest > 0, 1 + 0 * largest",
      "gate_that_closes"),

@@ -153,8 +153,8 @@ class Muon(torch.optim.Muon):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:
-                update = self.direction(p, group)
-                update = newton_schulz(update, group["ns_steps"], group["ns_coefficients"])
+                update = self.direction(p, group)[None]
+                update, = newton_schulz(update, group["ns_steps"], group["ns_coefficients"])
                 rows, columns = p.shape
                 longer = max(1, rows / columns) ** 0.5
                 if group["adjust_lr_fn"] == "match_rms_adamw":
