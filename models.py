@@ -142,7 +142,7 @@ SIZES = {
     "760m": dict(n_layer=24, n_head=16, n_embd=1536, **_large),
     "1.3b": dict(n_layer=18, n_head=8, n_embd=2048, **_large),
 }
-# Errors at the token need no short chunks; what grows is their triangular system, of chunk x window pairs.
+# Errors at the token need no short chunks. What grows is their system, of chunk x window pairs.
 SYSTEM = {"tiny": 64, "baby": 128}
 
 

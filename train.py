@@ -35,7 +35,7 @@ from muon import newton_schulz
 
 LOGGERS = "wandb", "tensorboard"
 RANK, PROCESSES = (int(n) if n.isdecimal() else -1 for n in map(os.environ.get, ("RANK", "WORLD_SIZE"), "01"))
-FORMAT = 7                                                    # of checkpoints
+FORMAT = 8                                                    # of checkpoints
 BETA2 = 0.95                                                  # decay of AdamW's second moment
 EVAL_WINDOWS = 64                                             # about, of validation while training, evenly spaced
 REPORT_TOKENS = 2_000_000                                     # of validation at the end, at most
