@@ -1,7 +1,7 @@
 """test_all.py - all tests: no network, no GPU, no files but what is here.
 
-    pytest test_all.py                    two to three minutes; GPU tests skip themselves
-    python test_all.py --mutants          breaks the mathematics in 41 ways; a test must notice each
+    pytest test_all.py                    one to two minutes; GPU tests skip themselves
+    python test_all.py --mutants          breaks the mathematics in 45 ways; a test must notice each
 
 In the order of the modules. A docstring says which mistake a test catches.
 """
