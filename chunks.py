@@ -80,9 +80,11 @@ def times_gate(rule, rows, gate):
     c, window = gate.shape[1:]
     if rule.solves or window == 1:                            # each token has pairs of its own
         return (rows[..., None] * gate[:, None]).flatten(2)
+
     # the band: rows of n + 1 numbers, read n at a time, start one place later in each row
     n = c + window - 1
-    Gate = F.pad(gate, (0, c)).flatten(1)[:, : c * n].unflatten(1, (c, n))
+    padded = F.pad(gate, (0, c)).flatten(1)
+    Gate = padded[:, : c * n].unflatten(1, (c, n))
     return rows @ Gate
 
 
@@ -93,6 +95,7 @@ def coefficients(rule, gates):
     due = Write[:, -1:].sum(-1, keepdim=True)
     if gates.momentum is None:
         return Mix(times_gate(rule, Write, gates.gate), keepprod, due)
+
     Mom, momprod = decays(gates.momentum)
     P = times_gate(rule, Write @ Mom, gates.gate)
     S_pairs = times_gate(rule, Mom[:, -1:], gates.gate)
@@ -102,15 +105,17 @@ def coefficients(rule, gates):
 def together(rule, gates):
     """Return the Mix of each block from a list of gates of one length: calls take long where many
     blocks are short."""
-    joined = Gates(*(None if a[0] is None else torch.cat(a) for a in zip(*gates)))
-    parts = [repeat(None) if a is None else a.chunk(len(gates)) for a in coefficients(rule, joined)]
+    joined = [None if a[0] is None else torch.cat(a) for a in zip(*gates)]
+    mix = coefficients(rule, Gates(*joined))
+    parts = [repeat(None) if a is None else a.chunk(len(gates)) for a in mix]
     return [Mix(*part) for part in zip(*parts)]
 
 
 # ---- one block
 def features(phi, a):
     """Return phi(a), in the type that autocast asks for."""
-    device, x = a.device.type, phi(a)
+    x = phi(a)
+    device = a.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     return x
@@ -133,21 +138,28 @@ def errors_at_tokens(rule, phi, mix, k, v, M0, W, S, x):
     """Return d = E / |x|^2 (N, n, out) of the last matrix, which x (N, n, in) enters."""
     with without_autocast(x):                                 # a solve piles up rounding errors
         x = x.to(W[-1].dtype)
-        scores = phi.inner(k, k, x, x) if rule.memory == "linear" else x @ x.mT
+        if rule.memory == "linear":
+            scores = phi.inner(k, k, x, x)
+        else:
+            scores = x @ x.mT
         size = scores.diagonal(0, 1, 2)[..., None].clamp_min(0.5)    # |x_i|^2
+
         E_0 = before(rule, mix.keepprod, 1.0) * (x @ W[-1]) - v
         if M0:
             E_0 = E_0 + x @ M0[-1]
         if S:
             E_0 = E_0 - before(rule, mix.drift) * (x @ S[-1])
+
         A = before(rule, mix.P / size.mT) * scores
-        return torch.linalg.solve_triangular(A, E_0, upper=False, unitriangular=True) / size
+        E = torch.linalg.solve_triangular(A, E_0, upper=False, unitriangular=True)
+        return E / size
 
 
 def gradients(rule, phi, mix, k, v, xk, M0, anchor, W, S):
     """Return of each matrix x (N, n, in) and d (N, n, out): the gradient of pair i is x_i^T d_i."""
     def at_tokens(x):
         return errors_at_tokens(rule, phi, mix, k, v, M0, W, S, x)
+
     last = at_tokens if rule.solves else None
     return memory.gradients(rule.memory, rule.loss, anchor, xk, v, rule.norm, last)
 
@@ -163,11 +175,15 @@ def write(rule, mix, xd, W, S, newton):
     if S:
         U = [u + mix.drift[:, -1:] * s for u, s in zip(U, S)]
         S = [total(mix.S_pairs, x, d) + mix.momprod * s for (x, d), s in zip(xd, S)]   # Eq 33
+
     written = U                                                                        # Eq 10, 16
     if newton:                                                                         # Eq 32
         with without_autocast(mix.due):
             O = [newton_schulz(u, rule.ns_steps, rule.ns_coefficients) for u in U]
-            written = [nearest(o, u) if rule.solves else mix.due * o for o, u in zip(O, U)]
+            if rule.solves:
+                written = [nearest(o, u) for o, u in zip(O, U)]
+            else:
+                written = [mix.due * o for o in O]
     return [mix.keepprod[:, -1:] * w - a for w, a in zip(W, written)], S
 
 
@@ -175,16 +191,20 @@ def read(rule, phi, mix, q, k, xq, M0, W, S, W_end, xd):
     """Return y (N, c, D). W_end: what the last token reads, if Newton-Schulz ends the block."""
     def read_matrix(i, rows):
         x, d = xd[i]
-        reads_phi = i < memory.firsts(rule.memory)
-        scores = phi.inner(q, k, rows, x) if reads_phi else rows @ x.mT
+        if i < memory.firsts(rule.memory):                    # rows are phi(q)
+            scores = phi.inner(q, k, rows, x)
+        else:
+            scores = rows @ x.mT
         y = mix.keepprod * (rows @ W[i]) - (mix.P * scores) @ d
         if S:
             y = y - mix.drift * (rows @ S[i])
         if W_end:
             y = torch.cat([y[:, :-1], rows[:, -1:] @ W_end[i]], 1)
         return y + rows @ M0[i] if M0 else y
+
     a = memory.hidden(rule.memory, xq, read_matrix)
-    return memory.output(rule.memory, read_matrix(len(xd) - 1, a), q, rule.norm)
+    f = read_matrix(len(xd) - 1, a)
+    return memory.output(rule.memory, f, q, rule.norm)
 
 
 def run_block(rule, phi, q, k, v, gates, mix, M0, anchor, W, S, newton):
@@ -194,9 +214,11 @@ def run_block(rule, phi, q, k, v, gates, mix, M0, anchor, W, S, newton):
     if mix is None:
         with without_autocast(q):
             mix = coefficients(rule, gates)
-    xq, xk = features(phi, q), copies(rule, features(phi, k))
+    xq = features(phi, q)
+    xk = copies(rule, features(phi, k))
     k, v = copies(rule, k), copies(rule, v)
     v = memory.target(rule.memory, rule.loss, k, v)
+
     xd = gradients(rule, phi, mix, k, v, xk, M0, anchor, W, S)
     W_end, S_end = write(rule, mix, xd, W, S, newton)
     y = read(rule, phi, mix, q, k, xq, M0, W, S, W_end if newton else None, xd)
@@ -208,8 +230,9 @@ def blocks(rule, T):
     """Return the blocks of T tokens, each as a range. The end of a chunk ends a block, too."""
     size, found = rule.muon_every or rule.chunk, []
     for chunk in range(0, T, rule.chunk):
-        end = min(chunk + rule.chunk, T)
-        found += [range(begin, min(begin + size, end)) for begin in range(chunk, end, size)]
+        chunk_end = min(chunk + rule.chunk, T)
+        for begin in range(chunk, chunk_end, size):
+            found.append(range(begin, min(begin + size, chunk_end)))
     return found
 
 
@@ -244,21 +267,32 @@ def run_all(rule, phi, q, k, v, gates, state, one_block=None):
     """Return y, the state, and W, S after the last token. In an unfinished chunk the state has W, S
     at its start and its tokens; the next call computes it again, with them in front.
     one_block: what runs a block, run_block or its like (dot.py)."""
-    one_block, n_new = one_block or run_block, q.shape[2]
+    one_block = one_block or run_block
+    n_new, past = q.shape[2], rule.window - 1
     ks, vs, all_gates = join(state, k, v, gates)
     B, H, T = all_gates.keep.shape
     k, v, looks = with_past(ks, vs, all_gates)
     q = F.pad(q, (0, 0, T - n_new, 0))                        # old tokens ask by 0, and are cut off
-    M0, W, S = ([at_least_float32(a).expand(B, *a.shape[-3:]).flatten(0, 1) for a in matrices]
-                for matrices in (state.M0, state.W, state.S))
-    of_blocks, past, ys, boundary = blocks(rule, T), rule.window - 1, [], (W, S)
-    parts = cut(q, of_blocks), cut(k, of_blocks, past), cut(v, of_blocks, past)
+
+    def by_head(matrices):
+        raised = [at_least_float32(a) for a in matrices]
+        return [a.expand(B, *a.shape[-3:]).flatten(0, 1) for a in raised]
+
+    def by_sequence(matrices):
+        return [a.unflatten(0, (B, H)) for a in matrices]
+
+    of_blocks = blocks(rule, T)
+    q, k, v = cut(q, of_blocks), cut(k, of_blocks, past), cut(v, of_blocks, past)
     gates = [Gates(*a) for a in zip(*(cut(a, of_blocks) for a in looks))]
     mixes = repeat(None)
-    if q.device.type == "cpu" and len({len(block) for block in of_blocks}) == 1:
-        with without_autocast(q):
+    same_length = len({len(block) for block in of_blocks}) == 1
+    if same_length and looks.keep.device.type == "cpu":
+        with without_autocast(looks.keep):
             mixes = together(rule, gates)
-    for block, q, k, v, now, mix in zip(of_blocks, *parts, gates, mixes):
+
+    M0, W, S = by_head(state.M0), by_head(state.W), by_head(state.S)
+    boundary, ys = (W, S), []
+    for block, q, k, v, now, mix in zip(of_blocks, q, k, v, gates, mixes):
         if block.start % rule.chunk == 0:
             if now.reset is not None:                         # W and S after it are the boundary's
                 W, S = ([a.where(~now.reset[:, :1, None], 0) for a in m] for m in (W, S))
@@ -270,16 +304,17 @@ def run_all(rule, phi, q, k, v, gates, state, one_block=None):
         ys.append(y)
         if chunk_ends:
             boundary = W, S = rule.bound(W), S                                         # choice 22
+
     y = torch.cat(ys, 1)[:, T - n_new:].unflatten(0, (B, H))
-    boundary, at_end = ([[a.unflatten(0, (B, H)) for a in m] for m in pair]
-                        for pair in (boundary, (W, S)))
-    return y, since(rule, state, *boundary, ks, vs, all_gates), at_end
+    state = since(rule, state, *map(by_sequence, boundary), ks, vs, all_gates)
+    return y, state, (by_sequence(W), by_sequence(S))
 
 
 def weights(rule, phi, state, one_block=None):
     """Return the matrices M0 + W that a query reads after the last token, and the momentum S."""
-    W, S, nothing = state.W, state.S, state.k[:, :, :0]
+    W, S = state.W, state.S
     if state.pos:
+        nothing = state.k[:, :, :0]
         no_gates = Gates(*(a if a is None else a[:, :, :0] for a in state.gates))
-        W, S = run_all(rule, phi, nothing, nothing, nothing, no_gates, state, one_block)[2]
+        *_, (W, S) = run_all(rule, phi, nothing, nothing, nothing, no_gates, state, one_block)
     return tuple(plus(state.M0, W)), tuple(S)

@@ -1,42 +1,49 @@
-"""memory.py - what a memory is: a small network M(x; W) with fast weights W, its loss, and the gradient of that loss.
+"""memory.py - what a memory is: a small network M(x; W), its loss, and the gradient of that loss.
 
-    linear   M(x) = x W                                   a matrix, as in linear attention and DeltaNet
-    mlp      M(x) = r + gelu(x W1) W2                     ATLAS Eq 42
-    gated    M(x) = r + (gelu(x W1) * (x W2)) W3          ATLAS Eq 43 (ATLAS++)
+    linear   M(x) = x W                              a matrix, as in linear attention and DeltaNet
+    mlp      M(x) = r + gelu(x W1) W2                ATLAS Eq 42
+    gated    M(x) = r + (gelu(x W1) * (x W2)) W3     ATLAS Eq 43 (ATLAS++)
 
-The paper's matrices act on columns: its W_2, W_1 of Eq 42 are W1, W2 here; its W_2, W_3, W_1 of Eq 43 are W1, W2, W3.
-x = phi(k) is a row of E features. The residual r is k itself, of dimension D (choice 9). Reading uses phi(q) and q.
-W is a tuple of matrices, one set for each sequence and head. The inner loop (omega.py) changes W at test time. W starts
-from M0, a parameter of the outer loop like any other. All this is plain torch, so autograd goes through it.
+The paper's matrices act on columns: its W_2, W_1 of Eq 42 are W1, W2 here, and its W_2, W_3, W_1 of
+Eq 43 are W1, W2, W3. x = phi(k) is a row of E features. The residual r is k itself, of dimension D
+(choice 9). A query reads with phi(q) and q. W is a tuple of matrices, the fast weights: each
+sequence and head has its own. The inner loop (omega.py) changes W at test time. W starts from M0, a
+parameter of the outer loop like any other. All this is plain torch, so autograd goes through it.
 
 Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
 
     code       ATLAS        Titans        meaning
-    M, W, M0   M_t, M_0     M_t, M_0      fast weights of one sequence and head; their learned start
+    M, W, M0   M_t, M_0     M_t, M_0      fast weights of a sequence and head; their learned start
     S          S_t          S_t           momentum of the gradients
-    U, due     -            -             steps of a block that wait: decayed sums of step S, of step (choice 15)
-    O          (S'_t)       -             NewtonSchulz(U). A block's end subtracts due O; with error = "token" O in
-                                          another length; without Newton-Schulz U itself (choices 15, 24)
+    U, due     -            -             steps of a block that wait: decayed sums of step S and of
+                                          step (choice 15)
+    O          (S'_t)       -             NewtonSchulz(U). A block's end subtracts due O; with
+                                          error = "token" O in another length; without
+                                          Newton-Schulz U itself (choices 15, 24)
     keep       alpha_t      1 - alpha_t   fraction of the memory retained, in [0, 1]
     step       eta_t        -             inner step size, > 0  (choice 4)
     momentum   theta_t      eta_t         momentum decay, in [0, 1)
-    gate       gamma_i^(t)  theta_t       weight of the i-th window token at step t: `window` values a token. (Titans'
-                                          step stands inside of S, as gate does, and its S has the other sign)
+    gate       gamma_i^(t)  theta_t       weight of the i-th window token at step t: `window` values
+                                          a token. (Titans' step stands inside of S, as gate does,
+                                          and its S has the other sign)
     window     c            1             tokens the Omega rule looks back on
     chunk      b            b             tokens that share one anchor
     degree     p            -             polynomial degree of phi
 
-    B batch   H heads   N = B H   T tokens   D head dim   E features, the dim of phi(k)   layout (B, H, T, D)
+    B batch   H heads   N = B H   T tokens   D head dim   E features, the dim of phi(k)
+    layout (B, H, T, D)
     c tokens of a block (not the paper's c, which is `window`)   n pairs that a block learns from
-    anchor: the memory before a chunk, at which its gradients are taken   (chunks.py has more letters of its own)
+    anchor: the memory before a chunk, at which its gradients are taken
+    (chunks.py has more letters of its own)
 """
 from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 
-MEMORIES = ("linear", "mlp", "gated")                   # a new one needs its lines in shapes, through and gradients
-LOSSES = ("l2", "dot", "huber", "lp")                   # a new one needs its lines in loss and error
+# A new memory needs lines in shapes, hidden and gradients; a new loss in loss and error.
+MEMORIES = ("linear", "mlp", "gated")
+LOSSES = ("l2", "dot", "huber", "lp")
 EPS = 1e-6                                              # of the norm inside the memory (choice 11)
 LP = 3                                                  # MIRAS' Moneta: |y - v|_p^p / p with p = 3
 
@@ -57,37 +64,10 @@ def unit(x):
 
 
 def shapes(kind, e, width, d):
-    """Return the shapes of W, from E features through `width` hidden units to D outputs. KeyError if unknown."""
-    return {"linear": [(e, d)], "mlp": [(e, width), (width, d)], "gated": [(e, width), (e, width), (width, d)]}[kind]
-
-
-def hidden(kind, x, read):
-    """Return what enters the last matrix; read(i, rows) multiplies rows by matrix i."""
+    """Return the shapes of W, from e features through `width` hidden units to d outputs."""
     if kind == "linear":
-        return x
-    if kind == "mlp":
-        return F.gelu(read(0, x))                                                # Eq 42
-    if kind == "gated":
-        return F.gelu(read(0, x)) * read(1, x)                                   # Eq 43
-    raise ValueError(f"no memory {kind!r}; choose one of {', '.join(MEMORIES)}")
-
-
-def reads(W):
-    """Return the function that `hidden` takes, for matrices W."""
-    def read(i, rows):
-        return rows @ W[i]
-    return read
-
-
-def apply(kind, W, x, r, norm=False):
-    """Return M(x; W): x (.., T, E), residual r (.., T, D) -> (.., T, D). Raises ValueError for an
-    unknown memory."""
-    return output(kind, hidden(kind, x, reads(W)) @ W[-1], r, norm)
-
-
-def size(kind, W, x):
-    """Return |a|^2, at least 0.5, of what enters the last matrix as a: x (.., T, E) -> (.., T)."""
-    return hidden(kind, x, reads(W)).square().sum(-1).clamp_min(0.5)
+        return [(e, d)]
+    return firsts(kind) * [(e, width)] + [(width, d)]
 
 
 def firsts(kind):
@@ -95,18 +75,52 @@ def firsts(kind):
     return 2 if kind == "gated" else 1
 
 
+def hidden(kind, x, read):
+    """Return what enters the last matrix; read(i, rows) multiplies rows by matrix i. Raises
+    ValueError for an unknown memory."""
+    if kind == "linear":
+        return x
+    if kind == "mlp":
+        return F.gelu(read(0, x))                       # Eq 42
+    if kind == "gated":
+        return F.gelu(read(0, x)) * read(1, x)          # Eq 43
+    raise ValueError(f"no memory {kind!r}; choose one of {', '.join(MEMORIES)}")
+
+
+def reads(W):
+    """Return the function that `hidden` takes, for matrices W."""
+    def read(i, rows):
+        return rows @ W[i]
+
+    return read
+
+
+def apply(kind, W, x, r, norm=False):
+    """Return M(x; W): x (.., T, E), residual r (.., T, D) -> (.., T, D)."""
+    f = hidden(kind, x, reads(W)) @ W[-1]
+    return output(kind, f, r, norm)
+
+
+def size(kind, W, x):
+    """Return |a|^2, at least 0.5, of what enters the last matrix as a: x (.., T, E) -> (.., T)."""
+    return hidden(kind, x, reads(W)).square().sum(-1).clamp_min(0.5)
+
+
 def output(kind, f, r, norm=False):
-    """Add the residual to the last matrix's output f (Eq 42, 43); `norm` divides f by its RMS first (choice 11)."""
+    """Add the residual r to what the last matrix says, f (Eq 42, 43). With `norm`, f is divided by
+    its RMS first (choice 11)."""
     if kind == "linear":
         return f
-    return r + (F.rms_norm(f, f.shape[-1:], eps=EPS) if norm else f)
+    if norm:
+        f = F.rms_norm(f, f.shape[-1:], eps=EPS)
+    return r + f
 
 
 def loss(kind, y, v):
-    """Return the inner loss l(y; v), the paper's attentional bias, of each pair: y, v (.., D) -> (..), a
-    sum over D (choice 1). Raises ValueError for an unknown loss."""
+    """Return the inner loss l(y; v), the paper's attentional bias, of each pair: y, v (.., D) ->
+    (..), a sum over D (choice 1). Raises ValueError for an unknown loss."""
     if kind == "l2":
-        return 0.5 * (y - v).square().sum(-1)                                    # Eq 9; 1/2: choice 2
+        return 0.5 * (y - v).square().sum(-1)           # Eq 9; 1/2: choice 2
     if kind == "dot":
         return -(y * v).sum(-1)                         # Eq 19, 45; the sign writes + v k^T
     if kind == "huber":
@@ -131,12 +145,14 @@ def error(kind, y, v):
 
 
 def target(kind, loss_kind, r, v):
-    """Return the target of the last matrix's output: v - r for a memory with a residual r. The dot loss keeps v."""
+    """Return the target of the last matrix's output: v - r for a memory with a residual r. The dot
+    loss keeps v."""
     return v if kind == "linear" or loss_kind == "dot" else v - r
 
 
 def output_error(loss_kind, f, v, norm):
-    """Return dl/df. With `norm` the loss sees n = f / RMS(f), so with e = dl/dn it is (e - n mean(n e)) / RMS(f)."""
+    """Return dl/df. With `norm` the loss sees n = f / RMS(f), and dl/df = (e - n mean(n e)) / RMS(f)
+    with e = dl/dn."""
     if not norm:
         return error(loss_kind, f, v)
     scale = (f.square().mean(-1, keepdim=True) + EPS).rsqrt()
@@ -146,22 +162,29 @@ def output_error(loss_kind, f, v, norm):
 
 
 def gradients(kind, loss_kind, W, x, v, norm=False, last=None):
-    """Return the gradient of every pair's loss at fixed weights W, one outer product a matrix: dl/dW[i]
-    = a^T d. This is backpropagation written out. W (N, in, out) each, x (N, n, E), v (N, n, D) as
-    `target` gives it -> of each matrix (a, d): its inputs (N, n, in) and the errors of its outputs (N,
-    n, out). last(a), if given, returns the d of the last matrix from its inputs a."""
+    """Return the gradient of every pair's loss at fixed weights W: backpropagation written out.
+
+    That of a matrix is an outer product, dl/dW[i] = a^T d. W (N, in, out) each, x (N, n, E),
+    v (N, n, D) as `target` gives it -> of each matrix (a, d): its inputs (N, n, in) and the errors
+    of its outputs (N, n, out). last(a), if given, returns the d of the last matrix."""
     def at_W(a):
         return output_error(loss_kind, a @ W[-1], v, norm and kind != "linear")
-    if last is None:
-        last = at_W
+
+    last = last or at_W
     if kind == "linear":
         return [(x, last(x))]
-    z, u = x @ W[0], x @ W[1] if kind == "gated" else None
+
+    z = x @ W[0]
     gelu = F.gelu(z)
-    a = gelu if u is None else gelu * u
+    gelu_backward = torch.ops.aten.gelu_backward              # (g, z) -> g gelu'(z)
+    if kind == "mlp":
+        d = last(gelu)
+        dz = gelu_backward(d @ W[-1].mT, z)
+        return [(x, dz), (gelu, d)]
+
+    u = x @ W[1]
+    a = gelu * u
     d = last(a)
-    da = d @ W[-1].mT                                         # back through the last matrix, then gelu
-    slope = torch.ops.aten.gelu_backward                      # slope(g, z) = g gelu'(z)
-    if u is None:
-        return [(x, slope(da, z)), (a, d)]
-    return [(x, slope(da * u, z)), (x, da * gelu), (a, d)]
+    da = d @ W[-1].mT
+    dz = gelu_backward(da * u, z)
+    return [(x, dz), (x, da * gelu), (a, d)]

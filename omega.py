@@ -20,7 +20,8 @@ from muon import newton_schulz_ref
 def paper(kind, M0, phi, q, k, v, keep, step, momentum, gate):
     """Run ATLAS as printed: q, k, v (T, D), keep, step, momentum (T,), gate (T, window), matrices
     M0 -> y (T, D)."""
-    window, xq, xk, ys = gate.shape[1], phi(q), phi(k), []
+    window, ys = gate.shape[1], []
+    xq, xk = phi(q), phi(k)
     W, S = M0, [torch.zeros_like(w) for w in M0]
     for t in range(len(q)):
         i = slice(max(0, t - window + 1), t + 1)              # the window of token t
@@ -28,6 +29,7 @@ def paper(kind, M0, phi, q, k, v, keep, step, momentum, gate):
         def loss(W):                                                     # Eq 9; 1/2: choice 2
             errors = memory.apply(kind, W, xk[i], k[i]) - v[i]
             return (gate[t, -len(errors):] * 0.5 * errors.square().sum(-1)).sum()
+
         S = [momentum[t] * s + g for s, g in zip(S, grad(loss)(W))]                        # Eq 33
         W = [keep[t] * w - step[t] * newton_schulz_ref(s) for w, s in zip(W, S)]           # Eq 32
         ys.append(memory.apply(kind, W, xq[t], q[t]))                   # read after write: choice 3
@@ -98,18 +100,22 @@ def start(rule, phi, M0, batch, momentum=True):
     """Return the state before the first token: W = M0, S = 0 (choice 10). M0: (H, in, out) each."""
     # clone: AdamW steps in place
     W = tuple(at_least_float32(w).expand(batch, *w.shape).clone() for w in M0)
-    zeros, from_M0 = tuple(torch.zeros_like(w) for w in W), rule.forget == "start"
-    empty = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
-    none = empty[..., 0]
-    gates = Gates(none, none, none if momentum else None, none.new_zeros(*none.shape, rule.window))
-    return State(tuple(M0) if from_M0 else (), zeros if from_M0 else W, zeros if momentum else (),
-                 empty, empty, gates)
+    zeros = tuple(torch.zeros_like(w) for w in W)
+    S = zeros if momentum else ()
+    no_pairs = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
+    none = no_pairs[..., 0]
+    gate = none.new_zeros(*none.shape, rule.window)
+    gates = Gates(none, none, none if momentum else None, gate)
+    if rule.forget == "start":
+        return State(tuple(M0), zeros, S, no_pairs, no_pairs, gates)
+    return State((), W, S, no_pairs, no_pairs, gates)
 
 
 def join(state, k, v, gates):
     """Return keys and values of the state and of new tokens in a row, the gates likewise."""
     def append(old, new):
         return torch.cat([old, new], 2) if new is not None and old.shape[2] else new
+
     reset = gates.reset if gates.reset is None else F.pad(gates.reset, (state.pos, 0))
     joined = Gates(*map(append, state.gates[:4], gates[:4]), reset)
     return append(state.k, k), append(state.v, v), joined
@@ -119,8 +125,10 @@ def since(rule, state, W, S, k, v, gates):
     """Return the state after the tokens that `join` put in a row; W and S: at the last boundary."""
     def tail(a, n):                                           # a view would keep all of a alive
         return a if a is None else a[:, :, max(0, a.shape[2] - n):].clone()
+
     pos = gates.keep.shape[2] % rule.chunk
-    k, v = (tail(a, pos + rule.window - 1) for a in (k, v))
+    pairs = pos + rule.window - 1
+    k, v = tail(k, pairs), tail(v, pairs)
     gates = Gates(*(tail(a, pos) for a in gates[:4]))
     return state._replace(W=tuple(W), S=tuple(S), k=k, v=v, gates=gates)
 
@@ -132,7 +140,8 @@ def plus(M0, W):
 
 def nearest(O, U):
     """Return O, each matrix scaled so that it comes nearest to U (choice 24)."""
-    OU, OO = ((O * a).sum((-2, -1), keepdim=True) for a in (U, O))
+    OU = (O * U).sum((-2, -1), keepdim=True)
+    OO = (O * O).sum((-2, -1), keepdim=True)
     return O * (OU / OO.clamp_min(torch.finfo(O.dtype).tiny))
 
 
@@ -156,8 +165,10 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     chunk is computed again.
     q, k, v (B, H, T >= 1, D), gates, state -> y (B, H, T, D), state."""
     ks, vs, gates = join(state, k, v, gates)
-    T, pos, block = gates.keep.shape[2], state.pos, rule.muon_every or rule.chunk
-    past, xs, xq, ys = ks.shape[2] - T, phi(ks), phi(q), []
+    T, pos = gates.keep.shape[2], state.pos
+    past = ks.shape[2] - T
+    block = rule.muon_every or rule.chunk
+    xs, xq, ys = phi(ks), phi(q), []
     W, S = state.W, state.S or [torch.zeros_like(w) for w in state.W]
 
     def M(W, x, r):
@@ -185,6 +196,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             y = M(W, x, r)
             pairs = (y * errors).sum(-1) if rule.solves else memory.loss(rule.loss, y, target)
             return (weight * pairs).sum()
+
         g = grad(loss)(anchor)                                                     # Eq 9, 16
         S = [momentum * s + d for s, d in zip(S, g)]                                     # Eq 33
         U, due = [keep * u + step * s for u, s in zip(U, S)], keep * due + step
@@ -193,7 +205,8 @@ def omega_ref(rule, phi, q, k, v, gates, state):
             W = [w - update(rule, u, due) for w, u in zip(W, U)]                          # Eq 32
             U = [torch.zeros_like(u) for u in U]
         if t >= pos:                                          # read after write: choice 3
-            now, new = [w - u for w, u in zip(W, U)], slice(t - pos, t - pos + 1)
+            now = [w - u for w, u in zip(W, U)]
+            new = slice(t - pos, t - pos + 1)
             ys.append(M(now, xq[:, :, new], q[:, :, new]))
         if (t + 1) % rule.chunk == 0:
             boundary = W, S = rule.bound(W), S

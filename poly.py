@@ -1,15 +1,19 @@
 """poly.py - the feature map phi of keys and queries (ATLAS section 3.1).
 
-    exp(q . k) = 1 + q.k + (q.k)^2 / 2! + ...,      phi(q) . phi(k) = a_0 + a_1 q.k + .. + a_p (q.k)^p         Eq 4, 5
+    exp(q . k) = 1 + q.k + (q.k)^2 / 2! + ..                               Eq 4
+    phi(q) . phi(k) = a_0 + a_1 q.k + .. + a_p (q.k)^p                     Eq 5
 
-A linear memory of head dim D stores D pairs (Prop 1); on phi it stores E, the number of features (Prop 2).
+A linear memory of head dim D stores D pairs (Prop 1); on phi it stores E, the number of features
+(Prop 2).
 
     none          phi(x) = x
-    monomial      all monomials of degree <= p, E = C(D + p, p): Eq 5 exactly, with a_i = s_i^2     (choice 7)
+    monomial      all monomials of degree <= p, E = C(D + p, p): Eq 5 exactly, with a_i = s_i^2
+                  (choice 7)
     elementwise   sum_i s_i x^i, coordinate by coordinate. E = D, so capacity does not grow
     sketch        degree 2 with fewer features: products of two random projections, right on average
 
-q and k have unit length before phi, which does not normalise (choice 8). The infinite phi* of Eq 22 is in dot.py.
+q and k have unit length before phi, which does not normalise (choice 8). The infinite phi* of Eq 22
+is in dot.py.
 """
 import math
 from functools import reduce
@@ -33,41 +37,46 @@ def features_dim(kind, dim, degree, sketch_dim=79):
 
 
 def selections(dim, p):
-    """Return p matrices (dim, n). With A, B, .. their roots, (x A) (x B) .. are all n monomials of degree
-    p, each times the root of its multinomial coefficient, so inner products are (x . y)^p."""
+    """Return p matrices (dim, n). With A, B, .. their roots, (x A) (x B) .. are all n monomials of
+    degree p, each times the root of its multinomial coefficient, so inner products are (x . y)^p."""
     choices = list(combinations_with_replacement(range(dim), p))
     maps = torch.zeros(p, dim, len(choices))
     for n, factors in enumerate(choices):
-        times = math.factorial(p) / math.prod(math.factorial(factors.count(i)) for i in set(factors))
+        same = math.prod(math.factorial(factors.count(i)) for i in set(factors))
+        times = math.factorial(p) / same                      # the multinomial coefficient
         for step, i in enumerate(factors):
             maps[step, i, n] = times if step == 0 else 1
     return maps
 
 
 class Features(nn.Module):
-    """phi: (.., dim) -> (.., out_dim), with a learned scale s_i of each degree, at first 1 / sqrt(i!)."""
+    """phi: (.., dim) -> (.., out_dim), with a learned scale s_i of each degree, at first
+    1 / sqrt(i!)."""
 
     def __init__(self, kind, dim, degree=2, sketch_dim=79, seed=0):
         super().__init__()
         self.kind, self.dim, self.degree, self.seed = kind, dim, degree, seed
         self.out_dim = features_dim(kind, dim, degree, sketch_dim)
-        if kind in ("elementwise", "monomial", "sketch"):
+        if kind != "none":
             self.scale = nn.Parameter(torch.empty(degree + 1))
         if kind == "sketch":
             self.register_buffer("sketch", torch.empty(2, dim, sketch_dim))
         self.init()
 
     def init(self):
-        """Set the starting values. The sketch is the same for each seed, and saved with the model."""
+        """Set the starting values. A seed always gives the same sketch, saved with the model."""
         with torch.no_grad():
-            if hasattr(self, "scale"):
-                self.scale.copy_(torch.tensor([math.factorial(i) for i in range(self.degree + 1)]) ** -0.5)
+            if self.kind != "none":
+                factorials = [math.factorial(i) for i in range(self.degree + 1)]
+                self.scale.copy_(torch.tensor(factorials) ** -0.5)
             if self.kind == "sketch":
-                drawn = torch.randn(self.sketch.shape, generator=torch.Generator().manual_seed(self.seed))
+                generator = torch.Generator().manual_seed(self.seed)
+                drawn = torch.randn(self.sketch.shape, generator=generator)
                 self.sketch.copy_(drawn / self.sketch.shape[2] ** 0.25)
-            for p in range(2, self.degree + 1) if self.kind == "monomial" else ():
-                maps = selections(self.dim, p).to(self.scale.device)
-                self.register_buffer(f"degree{p}", maps, persistent=False)
+            if self.kind == "monomial":
+                for p in range(2, self.degree + 1):
+                    maps = selections(self.dim, p).to(self.scale.device)
+                    self.register_buffer(f"degree{p}", maps, persistent=False)
 
     def forward(self, x):
         """Return phi(x): (.., dim) -> (.., out_dim)."""
@@ -76,7 +85,7 @@ class Features(nn.Module):
         s = self.scale.to(x.dtype)
         if self.kind == "elementwise":
             return sum(s[i] * x ** i for i in range(self.degree + 1))
-        parts = [s[0] * torch.ones_like(x[..., :1]), s[1] * x]                   # Eq 5: degree 0, 1, .., p
+        parts = [s[0] * torch.ones_like(x[..., :1]), s[1] * x]               # Eq 5: degree 0, 1, ..
         for p in range(2, self.degree + 1):
             if self.kind == "sketch":
                 maps = self.sketch.to(x.dtype)
@@ -88,11 +97,13 @@ class Features(nn.Module):
         return torch.cat(parts, -1)
 
     def inner(self, x, y, px=None, py=None):
-        """Return phi(x) phi(y)^T, by Eq 5 or from px = phi(x), py = phi(y); x (.., n, dim), y (.., m, dim)."""
+        """Return phi(x) phi(y)^T (.., n, m) of x (.., n, dim), y (.., m, dim): of monomials by Eq 5,
+        else from px = phi(x), py = phi(y)."""
         if self.kind != "monomial":
             return px @ py.mT
-        dots, a = x @ y.mT, self.scale.to(x.dtype).square()
+        dots = x @ y.mT
+        a = self.scale.to(x.dtype).square()
         out = a[self.degree]
-        for i in reversed(range(self.degree)):                                   # Eq 5, by Horner's scheme
+        for i in reversed(range(self.degree)):                               # Horner's scheme
             out = out * dots + a[i]
         return out
