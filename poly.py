@@ -57,7 +57,7 @@ class Features(nn.Module):
         super().__init__()
         self.kind, self.dim, self.degree, self.seed = kind, dim, degree, seed
         self.out_dim = features_dim(kind, dim, degree, sketch_dim)
-        if kind != "none":
+        if kind not in ("none", "exp"):
             self.scale = nn.Parameter(torch.empty(degree + 1))
         if kind == "sketch":
             self.register_buffer("sketch", torch.empty(2, dim, sketch_dim))
@@ -66,7 +66,7 @@ class Features(nn.Module):
     def init(self):
         """Set the starting values. A seed always gives the same sketch, saved with the model."""
         with torch.no_grad():
-            if self.kind != "none":
+            if self.kind not in ("none", "exp"):
                 factorials = [math.factorial(i) for i in range(self.degree + 1)]
                 self.scale.copy_(torch.tensor(factorials) ** -0.5)
             if self.kind == "sketch":
