@@ -242,7 +242,7 @@ def check_output(path, mark):
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(f"cannot write {path}; give another file, or make its folder")
     if path.exists() and mark.encode() not in path.read_bytes():
-        raise UserError(f"{path} is not of this program, and would be lost; give another file")
+        raise UserError(f"{path} was not written by this program; give another file")
     return path.exists()
 
 
@@ -274,7 +274,7 @@ def locked(folder):
     finally:
         lock.close()
         path.unlink()
-        if not any(folder.iterdir()):                         # after a mistake
+        with suppress(OSError):                               # it is empty only after a mistake
             folder.rmdir()
 
 
@@ -318,18 +318,22 @@ def save(figure, path):
 
 
 def plot(folders, columns=("loss", "val"), y="loss [nats/token]"):
-    """Draw columns of OUT/log.csv over their steps, for each of several runs."""
+    """Draw columns of OUT/log.csv over their steps, for each of several runs. Raises UserError for
+    a damaged log."""
     path = f"{folders[0]}/curves.png"
     check_picture(path)
     lines = {}
     for out in folders:
-        with open(f"{out}/log.csv") as file:
-            rows = list(csv.DictReader(file))
-        for name in columns:
-            found = [row for row in rows if row.get(name)]    # not each step has a validation
-            if found:
-                steps = [int(row["step"]) for row in found]
-                lines[f"{out}: {name}"] = steps, [float(row[name]) for row in found]
+        try:
+            with open(f"{out}/log.csv") as file:
+                rows = list(csv.DictReader(file))
+            for name in columns:
+                found = [row for row in rows if row.get(name)]      # not each step has a "val"
+                if found:
+                    steps = [int(row["step"]) for row in found]
+                    lines[f"{out}: {name}"] = steps, [float(row[name]) for row in found]
+        except (KeyError, ValueError) as fault:
+            raise UserError(f"{out}/log.csv is damaged ({fault}); give --plot other folders")
     picture(path, lines, "step", y)
 
 

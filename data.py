@@ -154,7 +154,7 @@ def texts(name):
         try:
             found += [text for text in rows(file) if text.strip()]
         except Exception as fault:                      # its type depends on what the file is
-            raise UserError(f"cannot read {file} ({fault!r}); give UTF-8 text, .jsonl with a "
+            raise UserError(f"cannot read {file}: {fault}; give UTF-8 text, .jsonl with a "
                             '"text" in each row, or a mix with weights, a.txt:0.4,b.txt:0.6')
     if not found:
         raise UserError(f"no text in {name}; give a .txt, a .jsonl or a folder of these")
@@ -175,7 +175,7 @@ def rows(path):
                 text = json.loads(row)["text"]
                 text.encode()                           # fails for half of a surrogate pair
             except Exception as fault:
-                raise ValueError(f"row {number}: {fault!r}")
+                raise ValueError(f"row {number}, {type(fault).__name__} {fault}")
             yield text
 
 
