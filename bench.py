@@ -164,7 +164,8 @@ def parse(argv=None):
         add_number(task, "--batch-size", 1, 1, "texts at a time")
         add_number(task, "--width", HEAD, 256, "width of the layer, a multiple of 64")
     usual = ["transformer", "titans", "omeganet", "atlas", "atlas-delta"]
-    layer.add_argument("--model", nargs="+", choices=list(models.PRESETS), default=usual)
+    layer.add_argument("--model", nargs="+", choices=list(models.PRESETS), default=usual,
+                       metavar="NAME", help="presets of models.py %(default)s")
     add_number(layer, "--lengths", 1, [256, 1024, 4096], "tokens of a text")
     for task in (rule, peers):
         add_number(task, "--length", 8, 2048, "tokens of a text")

@@ -157,7 +157,7 @@ def add_number(parser, name, low, usual, help, high=2**31 - 1):
 
     nargs = "+" if isinstance(usual, list) else None
     parser.add_argument(name, type=number, default=usual, metavar="N", nargs=nargs,
-                        help=f"{help} [%(default)s]")
+                        help=f"{help} {usual if nargs else [usual]}")
 
 
 def add_device(parser, threads=0):
@@ -173,7 +173,7 @@ def add_tasks(parser, tasks, plot, threads=0):
     group = parser.add_subparsers(metavar="TASK", dest="task", prog=parser.prog)
     for name, run in tasks.items():
         task = group.add_parser(name, help=run.__doc__, description=run.__doc__)
-        task.set_defaults(run=run, plot=None, program=parser.prog, mark=f'"{parser.prog}"')
+        task.set_defaults(run=run, plot=None, mark=f'"{parser.prog}"')
         task.add_argument("--json", metavar="FILE", help="keep the results there")
         if name in plot:
             task.add_argument("--plot", nargs="?", const=f"{name}.png", help="draw them [TASK.png]")
@@ -203,7 +203,7 @@ def run_task(parse, argv):
         check_output(args.json, args.mark)
         results = args.run(args, setup(args.device, args.threads))
         if args.json and results:
-            results = dict(program=args.program, **results)
+            results = dict(program=args.mark.strip('"'), **results)
             with replacing(Path(args.json)) as temporary:
                 temporary.write_text(json.dumps(results, indent=1))
 
@@ -306,7 +306,7 @@ def picture(path, lines, x, y, log="", level=None, marked=None):
     if "y" in log:
         axes.set_yscale("log")
     axes.set(xlabel=x, ylabel=y)
-    figure.legend(loc="outside upper center", ncols=2)
+    figure.legend(loc="outside upper center", fontsize=8, ncols=2)
     save(figure, path)
 
 
@@ -334,6 +334,8 @@ def plot(folders, columns=("loss", "val"), y="loss [nats/token]"):
                     lines[f"{out}: {name}"] = steps, [float(row[name]) for row in found]
         except (KeyError, ValueError) as fault:
             raise UserError(f"{out}/log.csv is damaged ({fault}); give --plot other folders")
+    if not lines:
+        raise UserError(f"there is nothing to draw in {folders} yet; give --plot other folders")
     picture(path, lines, "step", y)
 
 
