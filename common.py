@@ -273,7 +273,7 @@ def locked(folder):
         yield
     finally:
         lock.close()
-        path.unlink()
+        path.unlink(missing_ok=True)
         with suppress(OSError):                               # it is empty only after a mistake
             folder.rmdir()
 
