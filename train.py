@@ -28,7 +28,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, check, chosen, exit_code,
                     flag, locked, native_bfloat16, need, noted_signals, opt, pick_dtype, plot,
-                    replacing, save_file, say, setup)
+                    save_file, say, setup)
 from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt,
                   make_tokenizer, read, streams, windows)
 from models import LM, PRESETS, SIZES, Config, holds_all, sized
