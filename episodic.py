@@ -6,8 +6,8 @@
 An episode is a few batches. The storage phase shows each of them whole, the retrieval phase with
 words masked:
 
-    storage      to be or not to be , that is the question       23 + 45 = 68 . 90 + 11 = 4 .
-    retrieval    to be or not to be , that is the [MASK]         23 + 45 = [MASK] . 90 + 11 = [MASK] .
+    storage      to be or not to be , that is the question     23 + 45 = 68 . 90 + 11 = 4 .
+    retrieval    to be or not to be , that is the [MASK]       23 + 45 = [MASK] . 90 + 11 = [MASK] .
 
 The model names the masked words. The state is carried through an episode, and each episode starts
 anew. Tests ask for unseen text and sums twice: with the state of the storage phase, and with a new
@@ -15,7 +15,7 @@ one. The difference is what the state carried.
 """
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import partial
 
@@ -94,20 +94,17 @@ def sums(p, share, seed):
 
 
 class Watched(train.Task):
-    """Say and draw at the end what was measured. columns: the names that measure returns."""
+    """Say and draw at the end what was measured."""
 
     def finish(self, model, run):
-        row = run["log"][-1]
-        found = [f"{name} {row[name]:.4}" for name in self.columns]
+        found = [f"{name} {a:.4}" for name, a in run["end"].items()]
         say(f"done on {self.data['used']}: {', '.join(found)}")
         if self.tc.plot:
-            plot([self.tc.out], self.columns, "share")
+            plot([self.tc.out], run["end"].keys(), "share")
 
 
 class Episodes(Watched):
     """Store and retrieve. Ids: first `words`, then unknown, [MASK], +, =, . and the numbers."""
-    columns = ["carried", "reset", "language_carried", "language_reset", "arithmetic_carried",
-               "arithmetic_reset"]
 
     def prepare(self, tc, old):
         corpus = train.read_text(tc.data, old)
@@ -199,9 +196,8 @@ class Episodes(Watched):
         return (storage + RETRIEVAL * retrieval) / (1 + RETRIEVAL)
 
     def measure(self, model):
-        """Return the share of right answers in tests, a dict of the columns; nan where nothing was
-        asked."""
-        right = {name: [] for name in self.columns}
+        """Return the shares of right answers in tests, of each kind and of both."""
+        right = defaultdict(list)
         for number in range(TESTS):
             kinds, shown, asked, answers = zip(*self.draw(number, BATCHES, 1))
             _, stored = model(torch.cat(shown, 1), None)
@@ -212,24 +208,22 @@ class Episodes(Watched):
                     hits = (words == y)[y >= 0].tolist()
                     right[how] += hits
                     right[f"{kind}_{how}"] += hits
-        return {name: sum(a) / len(a) if a else torch.nan for name, a in right.items()}
+        return {name: sum(a) / max(1, len(a)) for name, a in right.items()}
 
 
 # ---- grokking
 def log_stablemax(x, dim=-1):
-    """Return log(s(x) / sum s), s(x) = x + 1 for x >= 0, else 1 / (1 - x) (Prieto et al. 2025, arXiv
-    2501.04697)."""
+    """Return log(s(x) / sum s), s(x) = x + 1 for x >= 0, else 1 / (1 - x) (Prieto et al. 2025,
+    arXiv 2501.04697)."""
     # s does not saturate as exp does, so float32 does not round away what is left to learn
-    positive = x.clamp_min(0).log1p()
-    negative = -(-x.clamp_max(0)).log1p()
-    s = torch.where(x >= 0, positive, negative)
+    s = x.sign() * x.abs().log1p()                            # log s(x)
     return s - s.logsumexp(dim, keepdim=True)
 
 
 @torch.no_grad()
 def perpendicular(parameters):
-    """Take from each gradient its part along the weights, so that steps cannot merely lengthen these
-    (ibid.)."""
+    """Take from each gradient its part along the weights, so that steps cannot merely lengthen
+    these (ibid.)."""
     for w in parameters:
         if w.grad is not None:
             along = (w.grad * w).sum() / w.square().sum().clamp_min(1e-30)
@@ -237,8 +231,8 @@ def perpendicular(parameters):
 
 
 def circles(E, top=5):
-    """Return how much the strongest frequencies hold of vectors E (p, d), p odd, and how circular the
-    strongest is: (1, 1) for numbers on a circle."""
+    """Return how much the strongest frequencies hold of vectors E (p, d), p odd, and how circular
+    the strongest is: (1, 1) for numbers on a circle."""
     energy = torch.fft.rfft(E, dim=0).abs().square().sum(1)
     energy = energy[1:]                                       # of each frequency; 0 is the mean
     energy = energy / energy.sum().clamp_min(1e-30)
@@ -246,7 +240,7 @@ def circles(E, top=5):
 
     p, k = len(E), energy.argmax() + 1
     angle = 2 * torch.pi * k * torch.arange(p, device=E.device) / p
-    circle = torch.stack([angle.cos(), angle.sin()], 1) * (2 / p) ** 0.5         # (p, 2), orthonormal
+    circle = torch.stack([angle.cos(), angle.sin()], 1) * (2 / p) ** 0.5     # (p, 2), orthonormal
     plane = torch.linalg.qr(E.T @ circle).Q                   # (d, 2), of frequency k
     X = (E - E.mean(0)) @ plane                               # (p, 2)
     fit = (circle.T @ X).square().sum() / X.square().sum().clamp_min(1e-30)      # R^2
@@ -255,8 +249,6 @@ def circles(E, top=5):
 
 class Grok(Watched):
     """Add modulo p: a, b, "=" -> a + b."""
-    columns = ["fitted", "held_out", "concentration", "random_concentration", "circular_fit",
-               "random_fit"]
     largest_norm = torch.inf
 
     def prepare(self, tc, old):
@@ -295,8 +287,8 @@ class Grok(Watched):
         return F.nll_loss(log_softmax(self.logits(model, pairs), -1), pairs.sum(1) % self.p)
 
     def accuracy(self, model, pairs):
-        said = [self.logits(model, part).argmax(-1) for part in pairs.split(2048)]
-        return (torch.cat(said) == pairs.sum(1) % self.p).float().mean().item()
+        said = self.logits(model, pairs).argmax(-1)
+        return (said == pairs.sum(1) % self.p).float().mean().item()
 
     def measure(self, model):
         """Return accuracies, and how circular the embedding and random numbers are."""
@@ -304,9 +296,10 @@ class Grok(Watched):
         random = torch.randn(E.shape, generator=seeded(0))
         share, fit = circles(E)
         random_share, random_fit = circles(random)
-        measured = (self.accuracy(model, self.shown), self.accuracy(model, self.held_out),
-                    share, random_share, fit, random_fit)
-        return dict(zip(self.columns, measured))
+        return dict(fitted=self.accuracy(model, self.shown),
+                    held_out=self.accuracy(model, self.held_out),
+                    concentration=share, random_concentration=random_share,
+                    circular_fit=fit, random_fit=random_fit)
 
 
 def make_task(tc, *how):

@@ -39,7 +39,7 @@ def until(stop, pieces):
 
 
 def read_prompt():
-    """Return the text of stdin, with its line ends as they are. Raises UserError if it is not UTF-8."""
+    """Return the text of stdin, line ends as they are. Raises UserError if it is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as fault:

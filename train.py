@@ -37,7 +37,7 @@ from muon import newton_schulz
 RANK = int(os.environ.get("RANK", 0))                         # torchrun sets both
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
 FORMAT = 8                                                    # of checkpoints
-EVAL_WINDOWS = 64                                             # of a validation while training, about
+EVAL_WINDOWS = 64                                             # of a validation while training
 REPORT_TOKENS = 2_000_000                                     # of validation at the end, at most
 SAMPLE = 200                                                  # tokens of the sample at the end
 
@@ -47,49 +47,44 @@ SAMPLE = 200                                                  # tokens of the sa
 class TrainConfig:
     """Hold everything about a run that is not the network."""
     model: str = opt("atlas", "architecture: a preset of models.py", tuple(PRESETS))
-    size: str = opt("auto", "size of the network and of the run; auto: baby on CUDA, else tiny",
+    size: str = opt("auto", "size of network and run; auto: baby on CUDA, else tiny",
                     ("auto", *SIZES))
-    data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder, or a mix by weight: "
-                    "a.txt:0.4,b.jsonl:0.6")
+    data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder or a mix: a.txt:0.4,b:0.6")
     tokenizer: str = opt("char", "what a token is; gpt2: the byte pairs of GPT-2", TOKENIZERS)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv and config.json")
-    resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings; flags that change the "
-                       "network, the batches or the optimizer are refused")
-    init: str = opt("", "a checkpoint or its folder: begin a new run with its network, weights and "
-                    "tokenizer; flags may change what has no weights, as --chunk")
+    resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings; few may be given anew")
+    init: str = opt("", "a checkpoint or folder: begin with its network, weights and tokenizer; "
+                    "flags may change what has no weights, as --chunk")
     steps: int = opt(600, "optimizer steps", low=1)
     seed: int = opt(1337, "seed of weights, batches and dropout", high=2**40)
     batch_size: int = opt(8, "sequences in a forward pass", low=1)
     grad_accum: int = opt(1, "forward passes in a step", low=1)
     seq_len: int = opt(256, "tokens in a sequence", low=1)
-    documents: bool = opt(False, "train on each document (row of .jsonl, file) with a new memory, "
-                          "at a chunk's border")
+    documents: bool = opt(False, "begin each document (row of .jsonl, file) with a new memory")
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest",
                          ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
     embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr")
-    gates_lr: float = opt(1.0, "learning rate of keep, step, momentum and gamma, in multiples of "
-                          "--lr")
-    outer_muon_lr: float = opt(2e-2, "peak learning rate of the outer Muon (the inner one has none)")
+    gates_lr: float = opt(1.0, "learning rate of the memory's gates, in multiples of --lr")
+    outer_muon_lr: float = opt(2e-2, "peak learning rate of the outer Muon")
     weight_decay: float = opt(0.1, "weight decay of hidden matrices; nothing else decays")
     warmup: int = opt(20, "steps of linear warmup; by default at most a tenth of --steps")
-    eval_every: int = opt(100, "steps between validations, each of which saves the checkpoint",
-                          low=1)
+    eval_every: int = opt(100, "steps from one validation and checkpoint to the next", low=1)
     log_every: int = opt(10, "steps between log lines", low=1)
     wandb: bool = opt(False, "log to Weights & Biases, too")
     device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", DEVICES)
     dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32",
                      ("auto", "float32", "bfloat16"))
     compile: bool = opt(False, "torch.compile; on CUDA the default is on")
-    remat: bool = opt(False, "compute each block again in backward: less memory, a third more time")
+    remat: bool = opt(False, "compute blocks again in backward: less memory, a third more time")
     threads: int = opt(0, "CPU threads; 0: torch decides")
 
     def __post_init__(self):
         check(self)
 
 
-# Differences from the defaults above, like models.SIZES. From 34m on a step has 0.5M tokens (App. E).
-# From 170m on the peak rates and numbers of tokens are those of Table 7; batches fit 80 GB.
+# Differences from the defaults above, like models.SIZES. From 34m on a step has 0.5M tokens (App.
+# E). From 170m on the peak rates and numbers of tokens are those of Table 7. Batches fit 80 GB.
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)
 SMALL = dict(PAPER, steps=3000, lr=3e-3)                      # 1.5e9 tokens
 TRAIN_SIZES = {
@@ -105,8 +100,8 @@ TRAIN_SIZES = {
     "760m": PAPER | dict(batch_size=2, grad_accum=64, steps=60_000, lr=1.25e-3),
     "1.3b": PAPER | dict(batch_size=2, grad_accum=64, steps=200_000, lr=7e-4),
 }
-NO_FLAG = "vocab_size", "attention", "embed_lr"               # which tokenizer, preset and size decide
-KEPT = ["model", "tokenizer"]                                 # --init takes them from the checkpoint
+NO_FLAG = "vocab_size", "attention", "embed_lr"               # tokenizer, preset and size decide
+KEPT = ["model", "tokenizer"]                                 # --init keeps the checkpoint's
 # On --resume these hold if they are given; any other flag must be that of the checkpoint.
 ANEW = ("resume out device dtype compile threads data steps lr outer_muon_lr eval_every log_every "
         "remat wandb plot").split()
@@ -114,8 +109,8 @@ ANEW = ("resume out device dtype compile threads data steps lr outer_muon_lr eva
 
 
 def settings(given, old=None):
-    """Return TrainConfig and Config, from the given flags and the checkpoint of --resume or --init if
-    there is one. In a new run flags win over the preset, and that over the size."""
+    """Return TrainConfig and Config, from the given flags and the checkpoint of --resume or --init,
+    if there is one. In a new run flags win over the preset, and that over the size."""
     if given.get("resume"):
         values = old["train"] | old["config"] | given
     else:
@@ -167,8 +162,9 @@ class Muon(torch.optim.Muon):
 
 
 def make_optimizers(model, tc):
-    """Return [AdamW], or with tc.optimizer "muon" [AdamW, Muon], where Muon has the hidden matrices,
-    which decay. The embedding, head, norms, gates, convolutions and M0 do not decay (choice 20)."""
+    """Return [AdamW], or with tc.optimizer "muon" [AdamW, Muon], where Muon has the hidden
+    matrices, which decay. The embedding, head, norms, gates, convolutions and M0 do not decay
+    (choice 20)."""
     matrices = {m.weight for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)}
     embed, rest, gates, hidden = [], [], [], []
     for name, p in model.named_parameters():
@@ -206,15 +202,15 @@ class Task:
 
     prepare(tc, old)      read the data; old: the dict of the checkpoint to begin from, or None
     begin(model)          change the starting values of a new model
-    draw(number, period)  return inputs and targets, a pure function of (seed, number), with mask and
-                          reset of documents, which begin at multiples of period
+    draw(number, period)  return inputs and targets, a pure function of (seed, number), with mask
+                          and reset of documents, which begin at multiples of period
     loss(model, number)   return the loss of a forward pass, and count its tokens in tokens_read
     optimizers(model)     return the optimizers, each made with its peak learning rate
     measure(model)        return {column: value} of a validation; best.pt has the least "val"
     finish(model, run)    say how the run ended
 
-    `prepare` also sets vocab_size, data (name and sha256 of what is read), about (the same in words)
-    and saved (what checkpoints keep of the task).
+    `prepare` also sets vocab_size, data (name and sha256 of what is read), about (the same in
+    words) and saved (what checkpoints keep of the task).
     """
     saved = {}
     largest_norm = 1.0                                        # of the gradient, which is clipped
@@ -337,9 +333,13 @@ def in_bits(tokenizer, ids, loss):
 
 
 # ---- checkpoints and the log
-def save_checkpoint(path, run, model, optimizers):
+def save_checkpoint(out, run, model, optimizers, best):
+    """Write OUT/ckpt.pt, and OUT/best.pt if it is the best so far."""
     states = [optimizer.state_dict() for optimizer in optimizers]
-    save_file(path, dict(run, format=FORMAT, model=model.state_dict(), optimizers=states))
+    ckpt = dict(run, format=FORMAT, model=model.state_dict(), optimizers=states)
+    save_file(out / "ckpt.pt", ckpt)
+    if best:
+        save_file(out / "best.pt", ckpt)
 
 
 def load_checkpoint(path, text=True):
@@ -416,13 +416,6 @@ def train_step(model, optimizers, task, step):
     return loss, norm
 
 
-def check_finite(step, loss, norm):
-    """Raise Halt if the loss or the gradient norm of a step is not finite."""
-    if not math.isfinite(loss + norm):
-        raise Halt(f"step {step} is not finite: loss {loss}, gradient norm {norm}; stopped, saved "
-                   "files are intact; lower --lr and --outer-muon-lr, or --max-step")
-
-
 @torch.no_grad()
 def validate(model, task):
     """Return what the task measures of the model in eval mode, a dict."""
@@ -466,14 +459,16 @@ def train(model, optimizers, run, task):
             if not (logged or stop):
                 continue
             loss, norm = float(loss), float(norm)             # only here a GPU has to catch up
-            check_finite(step, loss, norm)
+            if not math.isfinite(loss + norm):
+                raise Halt(f"step {step} is not finite: loss {loss}, gradient norm {norm}; "
+                           "saved files are intact; lower --lr, --outer-muon-lr or --max-step")
             speed = task.tokens_read * PROCESSES / (time.perf_counter() - tick)
 
             # evaluate
             measured = validate(model, task) if evaluated and not RANK else {}
             words = "".join(f"  {name} {a:.4f}" for name, a in measured.items())
             seconds = time.perf_counter() - began
-            run.update(step=step, seconds=seconds)
+            run.update(step=step, seconds=seconds, end=measured)
 
             # log
             lr = tc.lr * lr_scale(step - 1, tc)
@@ -493,9 +488,7 @@ def train(model, optimizers, run, task):
                 if best:
                     run["best"] = measured["val"]
                 if measured or stop:
-                    save_checkpoint(out / "ckpt.pt", run, model, optimizers)
-                if best:
-                    save_checkpoint(out / "best.pt", run, model, optimizers)
+                    save_checkpoint(out, run, model, optimizers, best)
             if stop:
                 say(f"stopped after step {step}; to go on: --resume --out {tc.out}")
                 return stop
@@ -504,8 +497,8 @@ def train(model, optimizers, run, task):
 
 # ---- a run
 def begin_from(out, given, text):
-    """Return the checkpoint that a run goes on or begins from, or None. Raises UserError for a folder
-    that holds a run, and for flags that differ from what the checkpoint decides."""
+    """Return the checkpoint that a run goes on or begins from, or None. Raises UserError for a
+    folder that holds a run, and for flags that differ from what the checkpoint decides."""
     held = [name for name in ("ckpt.pt", "best.pt", "log.csv") if (out / name).exists()]
     if given.get("resume"):
         source, decided = out / "ckpt.pt", given.keys() - ANEW
@@ -532,11 +525,11 @@ def start_device(tc):
         raise UserError(f"--grad-accum {tc.grad_accum} is no multiple of the number of processes, "
                         f"{PROCESSES}")
     device = setup(tc.device, tc.threads)
-    cuda = device.type == "cuda"
-    if PROCESSES > 1:
-        if cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if cuda else "gloo")
+    if PROCESSES > 1 and device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+    elif PROCESSES > 1:
+        dist.init_process_group("gloo")
     return device
 
 
@@ -573,21 +566,21 @@ def launch(given, settings=settings, make_task=Text):
         torch.manual_seed(tc.seed)
         config.vocab_size = task.vocab_size
         model = rebuild(old, config)[0] if old else LM(config)
-        if not tc.resume:
-            with torch.no_grad():
-                task.begin(model)
         model.to(device).train().remat = tc.remat
         optimizers = task.optimizers(model)
-        run = dict(step=0, best=math.inf, seconds=0.0, log=[], wandb=None)
+        run = dict(step=0, best=math.inf, seconds=0.0, end={}, log=[], wandb=None)
         if tc.resume:
             run = {name: old[name] for name in run}
             for optimizer, state in zip(optimizers, old["optimizers"]):
                 optimizer.load_state_dict(state)
+        else:
+            with torch.no_grad():
+                task.begin(model)
         told = dict(train=asdict(tc), config=asdict(model.config), data=task.data)
         run.update(told, preset=tc.model, **task.saved)
         if not RANK:
             (out / "config.json").write_text(json.dumps(told, indent=1))
-        say(f"model    {tc.model}: {model.num_params():,} parameters, settings in {out}/config.json\n"
+        say(f"model    {tc.model}: {model.num_params():,} parameters, see {out}/config.json\n"
             f"data     {task.data['used']}: {task.about}\n"
             f"device   {device} x {PROCESSES}, threads: {torch.get_num_threads()}, {task.dtype}\n"
             f"steps    {run['step'] + 1} to {tc.steps}")
@@ -607,14 +600,13 @@ def launch(given, settings=settings, make_task=Text):
 
 def parse(argv=None):
     """Return a dict of the flags that were given."""
-    parser = Parser(prog="train.py", description=__doc__, epilog="In [] is what tiny and atlas have. "
-                    "Flags win over --model (models.PRESETS), and that over --size (models.SIZES, "
-                    "TRAIN_SIZES).")
+    parser = Parser(prog="train.py", description=__doc__,
+                    epilog="In [] is what tiny and atlas have. --model wins over --size.")
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
     add_flags(parser, "the run", TrainConfig, presets, skip=NO_FLAG)
     add_flags(parser, "the network", Config, presets, skip=NO_FLAG)
     parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS,
-                        help="no run: draw OUT/curves.png, the losses of runs")
+                        help="no run: draw the losses of runs in OUT/curves.png")
     return vars(parser.parse_args(argv))
 
 
