@@ -138,25 +138,31 @@ class Episodes(Watched):
         """Return tokens (B, T) of sums a + b = c . one after the other, and where the c are."""
         T, V, pairs = self.tc.seq_len, self.words, self.pairs[test]
         size = self.tc.batch_size, -(-T // 6)
-        pairs = pairs[torch.randint(len(pairs), size, generator=random)]
+        at = torch.randint(len(pairs), size, generator=random)
+        pairs = pairs[at]
         c = pairs.sum(-1, keepdim=True) % self.tc.modulus
         shown = torch.tensor([0, V + 2, 0, V + 3, 0, V + 4]).repeat(*size, 1)    # + = .
         shown[..., ::2] = torch.cat([pairs, c], -1) + V + 5
-        return shown.flatten(1)[:, :T], torch.arange(T) % 6 == 4
+        may = torch.arange(T) % 6 == 4
+        return shown.flatten(1)[:, :T], may
 
     def draw(self, number, n, test):
         """Yield n batches of an episode: kind; tokens whole; tokens masked; the masked ones, else
         -100; (B, T) each."""
         random = seeded(2 * (1_000_003 * self.tc.seed + number) + test)
         for _ in range(n):
-            kind, (shown, may) = "language", self.draw_text(random, test)
+            kind = "language"
+            shown, may = self.draw_text(random, test)         # drawn even where sums take its place
             if torch.rand((), generator=random) < SUMS:
-                kind, (shown, may) = "arithmetic", self.draw_sums(random, test)
+                kind = "arithmetic"
+                shown, may = self.draw_sums(random, test)
             lots = torch.rand(shown.shape, generator=random) * may
-            masked = may & (lots >= lots.topk(MASKS).values[:, -1:])
+            least = lots.topk(MASKS).values[:, -1:]
+            masked = may & (lots >= least)
             asked = shown.masked_fill(masked, self.words + 1)
             answers = shown.where(masked, -100)
-            yield kind, shown.to(self.device), asked.to(self.device), answers.to(self.device)
+            batch = [a.to(self.device) for a in (shown, asked, answers)]
+            yield kind, *batch
 
     def begin(self, model):
         """Make the memory find what it wrote: queries equal keys, made of the words before, and a
@@ -189,7 +195,8 @@ class Episodes(Watched):
     def loss(self, model, step):
         """Return the loss of an episode of 1, 2, .. batches in turn: storage, then retrieval with
         the state it left."""
-        _, shown, asked, answers = zip(*self.draw(step, 1 + step % BATCHES, 0))
+        n = 1 + step % BATCHES
+        _, shown, asked, answers = zip(*self.draw(step, n, 0))
         following = [F.pad(x[:, 1:], (0, 1), value=-100) for x in shown]
         storage, state = self.phase(model, None, shown, following)
         retrieval, _ = self.phase(model, state, asked, answers)
@@ -233,17 +240,21 @@ def perpendicular(parameters):
 def circles(E, top=5):
     """Return how much the strongest frequencies hold of vectors E (p, d), p odd, and how circular
     the strongest is: (1, 1) for numbers on a circle."""
-    energy = torch.fft.rfft(E, dim=0).abs().square().sum(1)
+    waves = torch.fft.rfft(E, dim=0)
+    energy = waves.abs().square().sum(1)
     energy = energy[1:]                                       # of each frequency; 0 is the mean
     energy = energy / energy.sum().clamp_min(1e-30)
     share = energy.topk(top).values.sum()
 
-    p, k = len(E), energy.argmax() + 1
+    p = len(E)
+    k = energy.argmax() + 1
     angle = 2 * torch.pi * k * torch.arange(p, device=E.device) / p
-    circle = torch.stack([angle.cos(), angle.sin()], 1) * (2 / p) ** 0.5     # (p, 2), orthonormal
+    circle = torch.stack([angle.cos(), angle.sin()], 1)       # (p, 2)
+    circle = circle * (2 / p) ** 0.5                          # orthonormal
     plane = torch.linalg.qr(E.T @ circle).Q                   # (d, 2), of frequency k
     X = (E - E.mean(0)) @ plane                               # (p, 2)
-    fit = (circle.T @ X).square().sum() / X.square().sum().clamp_min(1e-30)      # R^2
+    explained = (circle.T @ X).square().sum()
+    fit = explained / X.square().sum().clamp_min(1e-30)       # R^2
     return share.item(), fit.item()
 
 
@@ -284,11 +295,13 @@ class Grok(Watched):
         pairs = self.shown[at.to(self.device)]
         self.tokens_read += 3 * len(pairs)
         log_softmax = log_stablemax if self.tc.stablemax else F.log_softmax
-        return F.nll_loss(log_softmax(self.logits(model, pairs), -1), pairs.sum(1) % self.p)
+        said = log_softmax(self.logits(model, pairs), -1)
+        return F.nll_loss(said, pairs.sum(1) % self.p)
 
     def accuracy(self, model, pairs):
         said = self.logits(model, pairs).argmax(-1)
-        return (said == pairs.sum(1) % self.p).float().mean().item()
+        right = said == pairs.sum(1) % self.p
+        return right.float().mean().item()
 
     def measure(self, model):
         """Return accuracies, and how circular the embedding and random numbers are."""
@@ -303,7 +316,8 @@ class Grok(Watched):
 
 
 def make_task(tc, *how):
-    return Grok(tc, *how) if tc.grok else Episodes(tc, *how)
+    cls = Grok if tc.grok else Episodes
+    return cls(tc, *how)
 
 
 def main(argv=None):

@@ -504,7 +504,7 @@ def begin_from(out, given, text):
         source, decided = out / "ckpt.pt", given.keys() - ANEW
     elif held:
         raise UserError(f"{out} already holds a run ({', '.join(held)}); go on with --resume, "
-                        "or give another --out")
+                        "give another --out, or remove it")
     elif "init" in given:
         source, decided = given["init"], given.keys() & KEPT
     else:
