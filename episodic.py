@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import (Parser, UserError, add_flags, check_picture, chosen, exit_code, opt, plot, say,
-                    seeded)
+from common import (Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, opt, plot,
+                    say, seeded)
 from data import split
 from models import Config, Memory, sized
 
@@ -57,6 +57,8 @@ EPISODES = dict(out="out-episodes", model="omeganet", seq_len=24, batch_size=8, 
 GROK = dict(out="out-grok", model="transformer", seq_len=3, batch_size=512, steps=800, lr=2e-3,
             weight_decay=1.5, n_layer=1, n_embd=128, n_head=4)
 NO_FLAG = "size tokenizer init grad_accum dtype compile remat documents".split()
+ONLY_EPISODES = "data seq_len optimizer embed_lr gates_lr outer_muon_lr".split()
+ONLY_GROK = ["stablemax", "perp_grad"]
 
 
 def settings(given, old=None):
@@ -73,6 +75,10 @@ def settings(given, old=None):
     tc = Settings(**chosen(values, Settings))
     config = Config(**chosen(values, Config))
 
+    useless = ONLY_EPISODES if tc.grok else ONLY_GROK
+    for name in given.keys() & useless:
+        raise UserError(f"{flag(name)} has no effect with{'' if tc.grok else 'out'} --grok; "
+                        "drop it")
     if tc.modulus % 2 == 0 or tc.seq_len <= 5 and not tc.grok:
         raise UserError("--modulus is odd, and --seq-len of episodes above 5")
     if tc.plot:

@@ -69,7 +69,6 @@ def speak(args):
     ckpt = load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
     model.to(device)
-    tell(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}")
 
     # no other training took exactly as long
     origin = [MARK, ckpt["config"], ckpt["step"], ckpt["seconds"]]
@@ -78,6 +77,7 @@ def speak(args):
         state, ids = load_state(args.load_state, origin, device)
     if prompt or not ids:
         ids += map(int, encode_prompt(tokenizer, prompt))
+    tell(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}")
 
     # whoever saves reads on when `| head` has seen enough
     write = say if args.save_state else print
