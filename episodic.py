@@ -1,20 +1,23 @@
 """episodic.py - teach a memory to store and retrieve; and grokking, watched from the inside.
 
-    python episodic.py                                episodes of text and sums mod 97, five minutes on a CPU
-    python episodic.py --grok --plot                  a + b modulo 97, two minutes: circles in the embedding
+    python episodic.py                    episodes of text and sums mod 97, five minutes on a CPU
+    python episodic.py --grok --plot      a + b modulo 97, two minutes: circles in the embedding
 
-An episode is a few batches. The storage phase shows each of them whole, the retrieval phase with words masked:
+An episode is a few batches. The storage phase shows each of them whole, the retrieval phase with
+words masked:
 
-    storage      to be or not to be , that is the question          23 + 45 = 68 . 90 + 11 = 4 .
-    retrieval    to be or not to be , that is the [MASK]            23 + 45 = [MASK] . 90 + 11 = [MASK] .
+    storage      to be or not to be , that is the question     23 + 45 = 68 . 90 + 11 = 4 .
+    retrieval    to be or not to be , that is the [MASK]       23 + 45 = [MASK] . 90 + 11 = [MASK] .
 
-The model names the masked words. The state is carried through an episode, and each episode starts anew. Tests ask for
-unseen text and sums twice: with the state of the storage phase, and with a new one. The difference is what it carried.
+The model names the masked words. The state is carried through an episode, and each episode starts
+anew. Tests ask for unseen text and sums twice: with the state of the storage phase, and with a new
+one. The difference is what the state carried.
 """
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,22 +25,24 @@ import torch.nn.functional as F
 import train
 from common import (Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, opt, plot,
                     say, seeded)
-from data import BORDER, split
+from data import split
 from models import Config, Memory, sized
 
 RETRIEVAL = 10                        # weight of the retrieval phase; storage has 1
-BATCHES = 4                           # in a test episode; training episodes have 1, 2, .. of them in turn
+BATCHES = 4                           # in a test episode; training episodes have 1, 2, .. in turn
 TESTS = 10                            # test episodes in an evaluation
 MASKS = 4                             # words masked in each sequence
 SUMS = 0.5                            # share of batches that are sums; the others are text
 WORDS = 2000                          # size of the vocabulary, the most frequent words of the text
-CONTEXT, COMMON = 3, 50               # least number of words before a masked one; the most frequent are never masked
-EMBED_START = 0.02                    # of grok: size of the initial embedding, in multiples of models.LM's
+CONTEXT = 3                           # least number of words before a masked one
+COMMON = 50                           # the most frequent words, which are never masked
+EMBED_START = 0.02                    # of grok: size of the initial embedding, in multiples of LM's
 
 
 @dataclass
 class Settings(train.TrainConfig):
-    """Hold everything about a run that is not the network: the fields of train.TrainConfig, and these."""
+    """Hold everything about a run that is not the network: the fields of train.TrainConfig, and
+    these."""
     grok: bool = opt(False, "modular addition instead of episodes")
     modulus: int = opt(97, "modulus of the sums, odd", low=11)
     stablemax: bool = opt(True, "grok only: stablemax instead of softmax")
@@ -46,41 +51,51 @@ class Settings(train.TrainConfig):
 
 
 # what differs from the defaults, of the run and of the network; the model's preset wins
-USUAL = {"episodes": dict(out="out-episodes", model="omeganet", seq_len=24, batch_size=8, steps=600, optimizer="muon",
-                          lr=3e-3, embed_lr=0.3, n_layer=1, n_embd=192, n_head=8, head_dim=16, chunk=24, tie=True),
-         "grok": dict(out="out-grok", model="transformer", seq_len=3, batch_size=512, steps=800, lr=2e-3,
-                      weight_decay=1.5, n_layer=1, n_embd=128, n_head=4)}
-USES = dict(episodes="data seq_len optimizer embed_lr gates_lr outer_muon_lr", grok="stablemax perp_grad")
-NO_FLAG = "size tokenizer init grad_accum repeats log_to dtype compile remat documents".split()
+EPISODES = dict(out="out-episodes", model="omeganet", seq_len=24, batch_size=8, steps=600,
+                optimizer="muon", lr=3e-3, embed_lr=0.3, n_layer=1, n_embd=192, n_head=8,
+                head_dim=16, chunk=24, tie=True)
+GROK = dict(out="out-grok", model="transformer", seq_len=3, batch_size=512, steps=800, lr=2e-3,
+            weight_decay=1.5, n_layer=1, n_embd=128, n_head=4)
+NO_FLAG = "size tokenizer init grad_accum dtype compile remat documents".split()
+ONLY_EPISODES = "data seq_len optimizer embed_lr gates_lr outer_muon_lr".split()
+ONLY_GROK = ["stablemax", "perp_grad"]
 
 
 def settings(given, old=None):
-    """Return Settings and models.Config from flags and the checkpoint of --resume. Raise UserError where they clash."""
-    grok = (old["train"] if old else given).get("grok")
-    task, other = ("grok", "episodes") if grok else ("episodes", "grok")
-    model = given.get("model", USUAL[task]["model"])
-    values = old["config"] | old["train"] if old else USUAL[task] | sized(model, "tiny")
-    if wrong := given.keys() & {*USES[other].split()}:
-        raise UserError(f"{flag(min(wrong))} is no flag of {task}, but of {other}")
-    if old and "modulus" not in values:
-        raise UserError(f"{old['path']} is no run of episodic.py; give its --out")
+    """Return Settings and models.Config from flags and the checkpoint of --resume. Raise UserError
+    where they clash."""
     if old:
-        train.keep_to(old, given.keys() - train.FREE - {"plot", "dtype"}, given)
-    values |= given
-    tc, config = (cls(**chosen(values, cls)) for cls in (Settings, Config))
+        values = old["train"] | old["config"]
+        if "grok" not in values:
+            raise UserError(f"{old['path']} is no run of episodic.py; give its --out")
+    else:
+        values = GROK if given.get("grok") else EPISODES
+        values = values | sized(given.get("model", values["model"]), "tiny")
+    values = values | given
+    tc = Settings(**chosen(values, Settings))
+    config = Config(**chosen(values, Config))
+
+    useless = ONLY_EPISODES if tc.grok else ONLY_GROK
+    for name in given.keys() & useless:
+        raise UserError(f"{flag(name)} has no effect with{'' if tc.grok else 'out'} --grok; "
+                        "drop it")
     if tc.modulus % 2 == 0 or tc.seq_len <= 5 and not tc.grok:
         raise UserError("--modulus is odd, and --seq-len of episodes above 5")
-    check_picture(tc.plot and f"{tc.out}/curves.png")
+    if tc.plot:
+        check_picture(f"{tc.out}/curves.png")
     return tc, config
 
 
 def sums(p, share, seed):
     """Return about this share of all (a, b), and the others, in random order, (n, 2) each."""
     random = seeded(seed)
-    pairs = torch.cartesian_prod(torch.arange(p), torch.arange(p))[torch.randperm(p * p, generator=random)]
-    # b + a is on the side of a + b, or else a held-out sum could be looked up, which would pass for grokking
-    luck = torch.rand(p, p, generator=random)[pairs.amin(1), pairs.amax(1)]
-    first = luck <= luck.sort().values[max(0, int(share * p * p) - 1)]
+    numbers = torch.arange(p)
+    pairs = torch.cartesian_prod(numbers, numbers)[torch.randperm(p * p, generator=random)]
+    # b + a is on the side of a + b. Else a held-out sum could be looked up, and pass for grokking.
+    luck = torch.rand(p, p, generator=random)
+    luck = luck[pairs.amin(1), pairs.amax(1)]
+    last = max(0, int(share * p * p) - 1)
+    first = luck <= luck.sort().values[last]
     return pairs[first], pairs[~first]
 
 
@@ -88,123 +103,178 @@ class Watched(train.Task):
     """Say and draw at the end what was measured."""
 
     def finish(self, model, run):
-        found = ", ".join(f"{name} {a:.4}" for name, a in run["end"].items() if a == a)
-        say(f"done on {self.data['used']}: {found}")
+        found = [f"{name} {a:.4}" for name, a in run["end"].items()]
+        say(f"done on {self.data['used']}: {', '.join(found)}")
         if self.tc.plot:
-            plot([self.tc.out], self.columns, "share")
+            plot([self.tc.out], run["end"].keys(), "share")
 
 
 class Episodes(Watched):
     """Store and retrieve. Ids: first `words`, then unknown, [MASK], +, =, . and the numbers."""
-    columns = [kind + how for kind in ("", "language_", "arithmetic_") for how in ("carried", "reset")]
 
     def prepare(self, tc, old):
         corpus = train.read_text(tc.data, old)
-        text = re.findall(r"[^\W\d_]+(?:'[^\W\d_]+)*|[^\w\s]", corpus.text.replace(BORDER, "\n").lower())
+        words = r"[^\W\d_]+(?:'[^\W\d_]+)*|[^\w\s\ud800]"       # \ud800 is data.BORDER
+        text = re.findall(words, corpus.text.lower())
         cut = len(text) * 9 // 10                             # the last tenth is for tests
-        ids = {word: i for i, (word, _) in enumerate(Counter(text[:cut]).most_common(WORDS))}
-        self.words = V = len(ids)
+        common = Counter(text[:cut]).most_common(WORDS)
+        ids = {word: i for i, (word, _) in enumerate(common)}
+        V = len(ids)
         if V <= COMMON or len(text) - cut < tc.seq_len:
-            raise UserError(f"--data {tc.data} has {len(text)} words, {V} of them different: give more text")
+            raise UserError(f"--data {tc.data} has {len(text)} words, {V} of them different: "
+                            "give more text")
+        self.words = V
+        self.vocab_size = V + 5 + tc.modulus
         self.text = split(torch.tensor([ids.get(word, V) for word in text]))
         self.pairs = sums(tc.modulus, 0.9, tc.seed)
-        self.data, self.vocab_size = dict(used=corpus.used, sha256=corpus.sha256), V + 5 + tc.modulus
-        self.about = f"{V:,} words, {len(self.pairs[0]):,} sums to train, {len(self.pairs[1]):,} held out"
+        self.data = dict(used=corpus.used, sha256=corpus.sha256)
+        self.about = (f"{V:,} words, {len(self.pairs[0]):,} sums to train, "
+                      f"{len(self.pairs[1]):,} held out")
+
+    def draw_text(self, random, test):
+        """Return tokens (B, T) of the text, and which of them may be masked."""
+        text, T = self.text[test], self.tc.seq_len
+        first = torch.randint(len(text) - T + 1, (self.tc.batch_size, 1), generator=random)
+        place = torch.arange(T)
+        shown = text[first + place]
+        may = (COMMON <= shown) & (shown < self.words) & (place >= CONTEXT)
+        return shown, may
+
+    def draw_sums(self, random, test):
+        """Return tokens (B, T) of sums a + b = c . one after the other, and where the c are."""
+        T, V, pairs = self.tc.seq_len, self.words, self.pairs[test]
+        size = self.tc.batch_size, -(-T // 6)
+        at = torch.randint(len(pairs), size, generator=random)
+        pairs = pairs[at]
+        c = pairs.sum(-1, keepdim=True) % self.tc.modulus
+        shown = torch.tensor([0, V + 2, 0, V + 3, 0, V + 4]).repeat(*size, 1)    # + = .
+        shown[..., ::2] = torch.cat([pairs, c], -1) + V + 5
+        may = torch.arange(T) % 6 == 4
+        return shown.flatten(1)[:, :T], may
 
     def draw(self, number, n, test):
-        """Yield n batches of an episode: kind; tokens whole; tokens masked; the masked ones, else -100; (B, T) each."""
-        tc, V, T, text, pairs = self.tc, self.words, self.tc.seq_len, self.text[test], self.pairs[test]
-        random = seeded(2 * (1_000_003 * tc.seed + number) + test)
+        """Yield n batches of an episode: kind; tokens whole; tokens masked; the masked ones, else
+        -100; (B, T) each."""
+        random = seeded(2 * (1_000_003 * self.tc.seed + number) + test)
         for _ in range(n):
-            first = torch.randint(len(text) - T + 1, (tc.batch_size, 1), generator=random)
-            kind, shown = "language", text[first + torch.arange(T)]
-            may = (COMMON <= shown) & (shown < V) & (torch.arange(T) >= CONTEXT)           # be masked
+            kind = "language"
+            shown, may = self.draw_text(random, test)         # drawn even where sums take its place
             if torch.rand((), generator=random) < SUMS:
-                a, b = pairs[torch.randint(len(pairs), (tc.batch_size, -(-T // 6)), generator=random)].unbind(-1)
-                plus, equals, stop = (torch.full_like(a, V + i) for i in (2, 3, 4))
-                row = V + 5 + a, plus, V + 5 + b, equals, V + 5 + (a + b) % tc.modulus, stop
-                kind, shown, may = "arithmetic", torch.stack(row, -1).flatten(1)[:, :T], torch.arange(T) % 6 == 4
+                kind = "arithmetic"
+                shown, may = self.draw_sums(random, test)
             lots = torch.rand(shown.shape, generator=random) * may
-            masked = may & (lots >= lots.topk(min(MASKS, T)).values[:, -1:])
-            batch = shown, shown.masked_fill(masked, V + 1), shown.where(masked, -100)
-            yield kind, *(a.to(self.device) for a in batch)
+            least = lots.topk(MASKS).values[:, -1:]
+            masked = may & (lots >= least)
+            asked = shown.masked_fill(masked, self.words + 1)
+            answers = shown.where(masked, -100)
+            batch = [a.to(self.device) for a in (shown, asked, answers)]
+            yield kind, *batch
 
     def begin(self, model):
-        """Make the memory find what it wrote: queries equal keys, made of the words before, and a value is the word."""
-        # from a random start a query meets its key only by chance, and training takes many times as long
-        if model.config.tie:                                  # soon long enough for a word to be told from others
+        """Make the memory find what it wrote: queries equal keys, made of the words before, and a
+        value is the word."""
+        # from a random start a query meets its key only by chance, and training takes much longer
+        if model.config.tie:                                  # long enough to tell words apart
             model.embed.weight *= 4
         for m in model.modules():
             if isinstance(m, Memory):
-                n = m.config.n_head * m.config.head_dim       # of each of q, k, v
-                m.qkv.weight[:n] = m.qkv.weight[n: 2 * n]
-                if m.conv is not None:
-                    m.conv[:, :n], m.conv[-1, :2 * n] = m.conv[:, n: 2 * n], 0
-                    m.conv[:, 2 * n:] *= 0.2
-                    m.conv[-1, 2 * n:] = 1
+                q, k, v = torch.arange(len(m.qkv.weight)).chunk(3)
+                m.qkv.weight[q] = m.qkv.weight[k]
+                if m.conv is not None:                        # its last tap is the word itself
+                    m.conv[:, q] = m.conv[:, k]
+                    m.conv[-1, q] = 0
+                    m.conv[-1, k] = 0
+                    m.conv[:, v] *= 0.2
+                    m.conv[-1, v] = 1
+
+    def phase(self, model, state, batches, targets):
+        """Return the loss of a phase, the mean over its targets, and the state after it."""
+        said = []
+        for x in batches:
+            logits, state = model(x, state)
+            said.append(logits.flatten(0, 1).float())
+            self.tokens_read += x.numel()
+        y = torch.cat(targets).flatten()
+        loss = F.cross_entropy(torch.cat(said), y, reduction="sum")
+        return loss / (y >= 0).sum().clamp_min(1), state
 
     def loss(self, model, step):
-        """Return the loss of an episode of 1, 2, .. batches in turn: storage, then retrieval with the state it left."""
-        _, shown, asked, answers = zip(*self.draw(step, 1 + step % BATCHES, 0))
-        self.tokens_read += 2 * sum(x.numel() for x in shown)
-        following, state, total = [F.pad(x[:, 1:], (0, 1), value=-100) for x in shown], None, 0.0
-        for weight, batches, targets in (1, shown, following), (RETRIEVAL, asked, answers):
-            said, y = [], torch.cat(targets).flatten()
-            for x in batches:
-                logits, state = model(x, state)
-                said.append(logits.flatten(0, 1).float())
-            total = total + weight * F.cross_entropy(torch.cat(said), y, reduction="sum") / (y >= 0).sum().clamp_min(1)
-        return total / (1 + RETRIEVAL)
+        """Return the loss of an episode of 1, 2, .. batches in turn: storage, then retrieval with
+        the state it left."""
+        n = 1 + step % BATCHES
+        _, shown, asked, answers = zip(*self.draw(step, n, 0))
+        following = [F.pad(x[:, 1:], (0, 1), value=-100) for x in shown]
+        storage, state = self.phase(model, None, shown, following)
+        retrieval, _ = self.phase(model, state, asked, answers)
+        return (storage + RETRIEVAL * retrieval) / (1 + RETRIEVAL)
 
     def measure(self, model):
-        """Return the share of right answers in tests, a dict of the columns; nan where nothing was asked."""
-        right = {name: [] for name in self.columns}
+        """Return the shares of right answers in tests, of each kind and of both."""
+        right = defaultdict(list)
         for number in range(TESTS):
             kinds, shown, asked, answers = zip(*self.draw(number, BATCHES, 1))
-            for how, state in ("carried", model(torch.cat(shown, 1), None)[1]), ("reset", None):
-                said = model(torch.cat(asked, 1), state)[0].split(self.tc.seq_len, 1)
-                for kind, logits, y in zip(kinds, said, answers):
-                    for name in (how, f"{kind}_{how}"):
-                        right[name] += (logits.argmax(-1) == y)[y >= 0].tolist()
-        return {name: sum(a) / len(a) if a else torch.nan for name, a in right.items()}
+            _, stored = model(torch.cat(shown, 1), None)
+            for how, state in ("carried", stored), ("reset", None):
+                logits, _ = model(torch.cat(asked, 1), state)
+                said = logits.argmax(-1).split(self.tc.seq_len, 1)
+                for kind, words, y in zip(kinds, said, answers):
+                    hits = (words == y)[y >= 0].tolist()
+                    right[how] += hits
+                    right[f"{kind}_{how}"] += hits
+        return {name: sum(a) / max(1, len(a)) for name, a in right.items()}
 
 
 # ---- grokking
 def log_stablemax(x, dim=-1):
-    """Return log(s(x) / sum s), s(x) = x + 1 for x >= 0, else 1 / (1 - x) (Prieto et al. 2025, arXiv 2501.04697)."""
+    """Return log(s(x) / sum s), s(x) = x + 1 for x >= 0, else 1 / (1 - x) (Prieto et al. 2025,
+    arXiv 2501.04697)."""
     # s does not saturate as exp does, so float32 does not round away what is left to learn
-    s = torch.where(x >= 0, x.clamp_min(0).log1p(), -(-x.clamp_max(0)).log1p())
+    s = x.sign() * x.abs().log1p()                            # log s(x)
     return s - s.logsumexp(dim, keepdim=True)
 
 
 @torch.no_grad()
 def perpendicular(parameters):
-    """Take from each gradient its part along the weights, so that steps cannot merely lengthen these (ibid.)."""
-    for w in (w for w in parameters if w.grad is not None):
-        w.grad -= (w.grad * w).sum() / w.square().sum().clamp_min(1e-30) * w
+    """Take from each gradient its part along the weights, so that steps cannot merely lengthen
+    these (ibid.)."""
+    for w in parameters:
+        if w.grad is not None:
+            along = (w.grad * w).sum() / w.square().sum().clamp_min(1e-30)
+            w.grad -= along * w
 
 
 def circles(E, top=5):
-    """Return the concentration and the circular fit of vectors E (p, d), p odd: (1, 1) for numbers on a circle."""
-    energy = torch.fft.rfft(E, dim=0).abs().square().sum(1)[1:]                  # of each frequency; 0 is the mean
-    energy, p, k = energy / energy.sum().clamp_min(1e-30), len(E), energy.argmax() + 1
+    """Return how much the strongest frequencies hold of vectors E (p, d), p odd, and how circular
+    the strongest is: (1, 1) for numbers on a circle."""
+    waves = torch.fft.rfft(E, dim=0)
+    energy = waves.abs().square().sum(1)
+    energy = energy[1:]                                       # of each frequency; 0 is the mean
+    energy = energy / energy.sum().clamp_min(1e-30)
+    share = energy.topk(top).values.sum()
+
+    p = len(E)
+    k = energy.argmax() + 1
     angle = 2 * torch.pi * k * torch.arange(p, device=E.device) / p
-    circle = torch.stack([angle.cos(), angle.sin()], 1) * (2 / p) ** 0.5         # (p, 2), orthonormal
-    X = (E - E.mean(0)) @ torch.linalg.qr(E.T @ circle).Q                        # (p, 2), on the plane of frequency k
-    fit = (circle.T @ X).square().sum() / X.square().sum().clamp_min(1e-30)      # R^2
-    return energy.topk(top).values.sum().item(), fit.item()                      # share of the strongest frequencies
+    circle = torch.stack([angle.cos(), angle.sin()], 1)       # (p, 2)
+    circle = circle * (2 / p) ** 0.5                          # orthonormal
+    plane = torch.linalg.qr(E.T @ circle).Q                   # (d, 2), of frequency k
+    X = (E - E.mean(0)) @ plane                               # (p, 2)
+    explained = (circle.T @ X).square().sum()
+    fit = explained / X.square().sum().clamp_min(1e-30)       # R^2
+    return share.item(), fit.item()
 
 
 class Grok(Watched):
     """Add modulo p: a, b, "=" -> a + b."""
-    columns = "fitted held_out concentration random_concentration circular_fit random_fit".split()
     largest_norm = torch.inf
 
     def prepare(self, tc, old):
-        self.p, self.vocab_size, self.data = tc.modulus, tc.modulus + 1, dict(used="sums", sha256="")
-        both = sums(tc.modulus, 0.5, tc.seed)
-        self.shown, self.held_out = (pairs.to(self.device) for pairs in both)
-        self.about = f"{len(self.shown):,} to train, {len(self.held_out):,} held out, modulo {self.p}"
+        self.p = tc.modulus
+        self.vocab_size = self.p + 1
+        self.data = dict(used="sums", sha256="")
+        shown, held_out = sums(self.p, 0.5, tc.seed)
+        self.shown, self.held_out = shown.to(self.device), held_out.to(self.device)
+        self.about = f"{len(shown):,} to train, {len(held_out):,} held out, modulo {self.p}"
 
     def begin(self, model):
         """Make the embedding small: what is random there hides the circles until it decays."""
@@ -213,42 +283,58 @@ class Grok(Watched):
     def optimizers(self, model):
         """Return AdamW, under which all weights decay, the embedding too."""
         tc, weights = self.tc, list(model.parameters())
-        adamw = torch.optim.AdamW(weights, tc.lr, (0.9, 0.98), weight_decay=tc.weight_decay, fused=True)
+        adamw = torch.optim.AdamW(weights, tc.lr, (0.9, 0.98), weight_decay=tc.weight_decay,
+                                  fused=True)
         if tc.perp_grad:
             adamw.register_step_pre_hook(lambda *_: perpendicular(weights))
         return [adamw]
 
     def logits(self, model, pairs):
         """Return the logits (n, p) of the sums of pairs (n, 2)."""
-        return model(F.pad(pairs, (0, 1), value=self.p))[0][:, -1, :self.p].float()
+        tokens = F.pad(pairs, (0, 1), value=self.p)           # a, b, "="
+        logits, _ = model(tokens)
+        return logits[:, -1, :self.p].float()
 
     def loss(self, model, step):
-        random, n = seeded(1_000_003 * self.tc.seed + step), self.tc.batch_size
-        pairs = self.shown[torch.randint(len(self.shown), (n,), generator=random).to(self.device)]
-        self.tokens_read += 3 * n
-        normal = log_stablemax if self.tc.stablemax else F.log_softmax
-        return F.nll_loss(normal(self.logits(model, pairs), -1), pairs.sum(1) % self.p)
+        random = seeded(1_000_003 * self.tc.seed + step)
+        at = torch.randint(len(self.shown), (self.tc.batch_size,), generator=random)
+        pairs = self.shown[at.to(self.device)]
+        self.tokens_read += 3 * len(pairs)
+        log_softmax = log_stablemax if self.tc.stablemax else F.log_softmax
+        said = log_softmax(self.logits(model, pairs), -1)
+        return F.nll_loss(said, pairs.sum(1) % self.p)
+
+    def accuracy(self, model, pairs):
+        said = self.logits(model, pairs).argmax(-1)
+        right = said == pairs.sum(1) % self.p
+        return right.float().mean().item()
 
     def measure(self, model):
         """Return accuracies, and how circular the embedding and random numbers are."""
-        said = lambda pairs: torch.cat([self.logits(model, part).argmax(-1) for part in pairs.split(2048)])
-        score = lambda pairs: (said(pairs) == pairs.sum(1) % self.p).float().mean().item()
         E = model.embed.weight[:self.p]
         random = torch.randn(E.shape, generator=seeded(0))
-        (share, fit), (share_random, fit_random) = circles(E), circles(random)
-        return dict(zip(self.columns, (score(self.shown), score(self.held_out), share, share_random, fit, fit_random)))
+        share, fit = circles(E)
+        random_share, random_fit = circles(random)
+        return dict(fitted=self.accuracy(model, self.shown),
+                    held_out=self.accuracy(model, self.held_out),
+                    concentration=share, random_concentration=random_share,
+                    circular_fit=fit, random_fit=random_fit)
+
+
+def make_task(tc, *how):
+    cls = Grok if tc.grok else Episodes
+    return cls(tc, *how)
 
 
 def main(argv=None):
     parser = Parser(prog="episodic.py", description=__doc__, epilog="In [] is what episodes have.")
-    usual = {**USUAL["episodes"], **sized(USUAL["episodes"]["model"], "tiny")}
-    add_flags(parser, "the run", Settings, usual, skip=NO_FLAG)
-    add_flags(parser, "the network", Config, usual, skip=(*train.NO_FLAG, "polarise"))
+    presets = EPISODES | sized(EPISODES["model"], "tiny")
+    add_flags(parser, "the run", Settings, presets, skip=NO_FLAG)
+    add_flags(parser, "the network", Config, presets, skip=(*train.NO_FLAG, "polarise"))
     given = vars(parser.parse_args(argv))
-    usual = USUAL["grok" if given.get("grok") else "episodes"]
-    given = {"out": usual["out"], "compile": False, "dtype": "float32", **given}
-    make_task = lambda tc, *how: (Grok if tc.grok else Episodes)(tc, *how)
-    return exit_code(lambda: train.launch(given, settings, make_task))
+    out = GROK["out"] if given.get("grok") else EPISODES["out"]
+    given = dict(out=out, compile=False, dtype="float32") | given
+    return exit_code(partial(train.launch, given, settings, make_task))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""sample.py - let a trained model write, while its memory goes on learning from what it reads and writes.
+"""sample.py - let a trained model write, while its memory goes on learning from what it reads and
+writes.
 
     python sample.py --prompt "ROMEO:" --tokens 500
     python sample.py --ckpt runs/a/best.pt --temperature 0.7 --top-p 0.9 --num 3
     python sample.py --prompt - --stop "THE END" < letter.txt
-    python sample.py --prompt - --tokens 0 --save-state read.pt < book.txt      a book is read once; and then
-    python sample.py --load-state read.pt --prompt "After that"                 each text begins where it ended
+    python sample.py --prompt - --tokens 0 --save-state read.pt < book.txt    read a book once, and
+    python sample.py --load-state read.pt --prompt "After that"               go on where it ended
 
-The texts go to stdout as they are generated, with a line of dashes between two, and all else goes to stderr.
+The texts go to stdout as they are generated, with a line of dashes between two. All else goes to
+stderr.
 """
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -20,30 +21,38 @@ from common import (Parser, UserError, add_device, add_number, check_output, exi
 from data import continue_text, encode_prompt
 from train import load_checkpoint, rebuild
 
+MARK = "state of sample.py"                                   # in each file of --save-state
+
 
 def until(stop, pieces):
-    """Yield the text of pieces up to the first `stop`, as soon as it cannot be the beginning of one."""
+    """Yield the text of pieces up to the first `stop`. What may be its beginning waits."""
     waiting = ""
     for piece in pieces:
         waiting += piece
         if stop and stop in waiting:
             yield waiting.partition(stop)[0]
             return
-        sure = len(waiting) - max(n for n in range(len(stop) or 1) if waiting.endswith(stop[:n]))
+        sure = max(0, len(waiting) + 1 - len(stop))
         yield waiting[:sure]
         waiting = waiting[sure:]
     yield waiting
 
 
-def load_state(path, origin=None, model=None):
-    """Return the state and the ids after it from a file of --save-state. Raises UserError if it is none of origin."""
+def read_prompt():
+    """Return the text of stdin, line ends as they are. Raises UserError if it is not UTF-8."""
     try:
-        device = next(model.parameters()).device if model else "cpu"
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first")
+
+
+def load_state(path, origin, device):
+    """Return the state and the ids after it from a file of --save-state. Raises UserError if it was
+    not made by the checkpoint that origin describes."""
+    try:
         made_by, state, ids = torch.load(path, map_location=device, weights_only=True)
-        if origin and made_by != origin:
+        if made_by != origin:
             raise ValueError("of another checkpoint")
-        if state and model:                                   # None before anything is read
-            model.check_state(state)
         return state, ids
     except Exception as fault:                                # its type depends on what the file is
         raise UserError(f"{path} is no --save-state of this --ckpt ({fault!r:.99}); "
@@ -54,35 +63,46 @@ def speak(args):
     """Print the prompt and what the model writes after it."""
     if args.save_state and (args.num > 1 or args.stop):
         raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
-    if check_output(args.save_state, ""):                     # best.pt is not lost to a slip
-        load_state(args.save_state)
-    raw = sys.stdin.buffer.read() if args.prompt == "-" else args.prompt.encode(errors="surrogateescape")
-    try:
-        prompt = raw.decode("utf-8-sig")                      # line ends as they are
-    except UnicodeDecodeError as fault:
-        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first")
-    device, ckpt = setup(args.device, args.threads), load_checkpoint(args.ckpt)
+    check_output(args.save_state, MARK)                       # best.pt is not lost to a slip
+    prompt = read_prompt() if args.prompt == "-" else args.prompt
+    device = setup(args.device, args.threads)
+    ckpt = load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
     model.to(device)
-    origin = [ckpt["config"], ckpt["step"], ckpt["seconds"]]  # no other training took exactly as long
-    state, ids = load_state(args.load_state, origin, model) if args.load_state else (None, [])
-    ids = [*ids, *map(int, encode_prompt(tokenizer, prompt) if prompt or not ids else ())]
+
+    # no other training took exactly as long
+    origin = [MARK, ckpt["config"], ckpt["step"], ckpt["seconds"]]
+    state, ids = None, []
+    if args.load_state:
+        state, ids = load_state(args.load_state, origin, device)
+    if prompt or not ids:
+        ids += map(int, encode_prompt(tokenizer, prompt))
     tell(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}")
-    draws = torch.Generator(device).manual_seed(args.seed)
+
     # whoever saves reads on when `| head` has seen enough
-    show = partial(say if args.save_state else print, end="", flush=True)
-    with noted_signals("stopping here, and saving") if args.save_state else nullcontext() as noted:
+    write = say if args.save_state else print
+
+    def show(text):
+        if args.tokens:
+            write(text, end="", flush=True)
+
+    draws = torch.Generator(device).manual_seed(args.seed)
+    with noted_signals("stopping here") as noted:
         for i in range(args.num):
-            place = [state, [*ids]]                           # where the next text goes on
-            show("---------------\n" * (i > 0) + prompt * (args.tokens > 0))
-            text = continue_text(
-                model, tokenizer, place, args.tokens, temperature=args.temperature,
-                top_k=args.top_k, top_p=args.top_p, generator=draws)
-            for piece in until(args.stop, text):
+            if i > 0:
+                show("---------------\n")
+            show(prompt)
+            place = [state, ids.copy()]                       # where the next text goes on
+            pieces = continue_text(model, tokenizer, place, args.tokens, generator=draws,
+                                   temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+            for piece in until(args.stop, pieces):
                 show(piece)
                 if noted:
                     break
-            show("\n" * (args.tokens > 0))
+            show("\n")
+            if noted:
+                break
+
     if args.save_state:
         save_file(Path(args.save_state), [origin, *place])
     if noted:
@@ -93,7 +113,7 @@ def main(argv=None):
     parser = Parser(prog="sample.py", description=__doc__)
     add = parser.add_argument
     add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
-    add("--prompt", default="", help="text to go on from; - reads stdin; empty starts from a newline")
+    add("--prompt", default="", help="text to go on from; - reads stdin; empty: a newline")
     add("--stop", default="", metavar="TEXT", help="end before this text appears")
     add_number(parser, "--tokens", 0, 500, "tokens to write")
     add_number(parser, "--temperature", 0.0, 0.8, "0 takes the likeliest token")
@@ -101,10 +121,10 @@ def main(argv=None):
     add_number(parser, "--top-p", 1e-9, 1.0, "draw from the fewest tokens of this mass", high=1)
     add_number(parser, "--seed", 0, 1337, "the same seed writes the same text")
     add_number(parser, "--num", 1, 1, "texts to write, each from the prompt")
-    add("--save-state", metavar="FILE", help="keep what the memory has learned from prompt and text")
+    add("--save-state", metavar="FILE", help="keep what the memory has learned from the text")
     add("--load-state", metavar="FILE", help="go on from there, with the prompt or without")
     add_device(parser)
-    return exit_code(lambda: speak(parser.parse_args(argv)))
+    return exit_code(partial(speak, parser.parse_args(argv)))
 
 
 if __name__ == "__main__":
