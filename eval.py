@@ -1,8 +1,8 @@
 """eval.py - what a model has learned: its loss on a text, a stream without end, its memory at work.
 
-    python eval.py --ckpt out               short for eval.py loss: the validation loss, memory reset
-                                            and carried, and by position; then a stream, with exit
-                                            code 1 on NaN or a growing state
+    python eval.py --ckpt out            short for eval.py loss: the validation loss, memory reset
+                                         and carried, and by position; then a stream, with exit
+                                         code 1 on NaN or a growing state
     python eval.py loss --ckpt out omega --stream 0 --plot     of several, drawn
     python eval.py probe --ckpt out --plot                     gates and inner losses of each layer
 
@@ -203,8 +203,6 @@ def probe(model, tokens):
 
     with register_module_forward_hook(note):
         model(tokens)
-    B, T = tokens.shape
-    everywhere = torch.ones(B, dtype=torch.bool, device=tokens.device)
     found = []
     for block in model.blocks:
         layer = block.layer
@@ -212,10 +210,12 @@ def probe(model, tokens):
         seen = [watch(inside, *inputs[:2]) for inputs, _ in calls[inside]]  # MAC: of each segment
         at = {}
         for name in seen[0]:
-            at[name] = torch.cat([a[name] for a in seen], -1)[..., -T:]     # no persistent tokens
+            joined = torch.cat([a[name] for a in seen], -1)
+            at[name] = joined[..., -tokens.shape[1]:]     # without persistent tokens
 
         _, (_, state) = calls[inside][-1]
-        W, M0 = inside.frozen(state), inside.frozen(state, everywhere)
+        W = inside.frozen(state)
+        M0 = inside.frozen(state, tokens[:, 0] >= 0)      # reset in each sequence
         at["written"] = torch.cat([(w - m).flatten(2) for w, m in zip(W, M0)], 2).norm(dim=2)
         (x, *_), (o, _) = calls[layer][0]
         change = o - frozen(layer)(x)[0]

@@ -1,4 +1,4 @@
-"""recall.py - can a small model recall what it saw once? Synthetic tasks, and campaigns of training.
+"""recall.py - can a small model recall what it saw once? Synthetic tasks, and campaigns on them.
 
     python recall.py needle --model transformer,head_dim=16 atlas --seeds 1 2 3 --plot
                                                               pairs hidden in long noise
@@ -11,8 +11,8 @@ A model is a preset, and may be changed: atlas,memory=mlp,steps=900 (fields of m
 and lr). With --json FILE a campaign keeps each result as it comes. Started again it trains what is
 missing. One campaign at a time may write to a FILE.
 
-To add a task, write a function that draws it, and one that makes a Task of it and starts `campaign`,
-as needle and needle_task do; name the latter in TASKS, and its flags in `parse`.
+To add a task, write a function that draws it, as needle does, and one that makes a Task of it and
+starts a campaign, as needle_task does. Name the latter in TASKS, and its flags in `parse`.
 """
 import json
 import math
@@ -43,16 +43,16 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
     """Draw multi-query associative recall: key-value pairs, then some of the keys, which ask for
     their values (Arora et al. 2023, arXiv 2312.04927), as
     https://github.com/HazyResearch/zoology draws it.
-    mqar(1, n_pairs=3, n_queries=2, vocab=12, seq_len=14, generator=torch.Generator().manual_seed(7)):
+    mqar(1, 3, n_queries=2, vocab=12, seq_len=14, generator=torch.Generator().manual_seed(7)):
 
                  key  val  key  val  key  val query                               query
         tokens     3   11    4   10    1    8    4    0    0    0    0    0    3    0
         targets -100 -100 -100 -100 -100 -100   10 -100 -100 -100 -100 -100   11 -100
 
     -> tokens, targets (batch, seq_len) int64 on the CPU; targets are -100 where no answer is asked.
-    Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1, each at most once in a row. Queries stand
-    2g places behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's power_a =
-    0.01, without its filler). Raises UserError for sizes that do not fit."""
+    Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1, each at most once in a row. Queries
+    stand 2g places behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's
+    power_a = 0.01, without its filler). Raises UserError for sizes that do not fit."""
     enough_keys = 1 <= n_queries <= n_pairs <= vocab // 2 - 1
     if not enough_keys or 2 * (n_pairs + n_queries) > seq_len:
         raise UserError(f"mqar: {n_pairs=}, {n_queries=} do not fit {vocab=}, {seq_len=}; "
@@ -114,8 +114,8 @@ def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
         targets -100 -100 -100 -100 -100 -100 -100 -100    3 -100 -100 -100 -100 -100    5    3
     """
     place = torch.arange(motif)
-    number = distinct(batch, n_keys, symbols ** motif, generator)
-    keys = number[..., None] // symbols ** place % symbols              # its digits
+    number = distinct(batch, n_keys, symbols ** motif, generator)[..., None]
+    keys = number // symbols ** place % symbols                         # its digits
     values = torch.randint(symbols, 2 * symbols, keys.shape, generator=generator)
     last = torch.randint(motif, (batch, n_keys, 1), generator=generator)
     values[place > last] = -1                                           # a gap
@@ -125,16 +125,16 @@ def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
     pick[torch.rand(batch, n, generator=generator) < noise] = -1
     row = torch.arange(batch)[:, None]
     tokens = torch.cat([keys, values], -1)[row, pick]     # (batch, n, 2 motif)
-    is_gap = (tokens < 0).flatten(1)
-    order = is_gap.int().argsort(stable=True)[:, :seq_len + 1]          # gaps move to the end
+    gaps = (tokens < 0).flatten(1).int()
+    order = gaps.argsort(stable=True)[:, :seq_len + 1]                  # gaps move to the end
     noisy = pick < 0
     shape = tokens[noisy].shape
     tokens[noisy] = torch.randint(2 * symbols, 4 * symbols, shape, generator=generator)
 
-    same = pick[:, :, None] == pick[:, None]
-    known = same.tril(-1).any(-1) & ~noisy
-    is_value = torch.arange(2 * motif) >= motif
-    targets = torch.where(known[..., None] & is_value, tokens, -100)
+    seen = (pick[:, :, None] == pick[:, None]).tril(-1).any(-1)         # earlier in the row
+    targets = tokens.clone()
+    targets[noisy | ~seen] = -100
+    targets[..., :motif] = -100                                         # keys
     tokens = tokens.flatten(1).gather(1, order)
     targets = targets.flatten(1).gather(1, order)
     return tokens[:, :-1], targets[:, 1:]
@@ -192,9 +192,9 @@ def selective_copying(batch, n_tokens, seq_len, generator, symbols=14):
     return tokens, targets
 
 
-# name: (draw, vocabulary size, chance); draw(batch, generator=g) -> tokens, targets. Sizes are MAD's
-# smallest or below. Chance is the accuracy of always giving the row's most frequent answer, or where
-# a row shows none, of a fixed one: a model that scores no more recalls nothing.
+# name: (draw, vocabulary size, chance); draw(batch, generator=g) -> tokens, targets. Sizes are
+# MAD's smallest or below. Chance is the accuracy of always giving the row's most frequent answer,
+# or where a row shows none, a fixed one: a model that scores no more recalls nothing.
 MAD = {
     "recall": (partial(recall, n_keys=8, seq_len=128), 16, 0.35),
     "noisy-recall": (partial(recall, n_keys=8, seq_len=128, noise=0.2), 32, 0.36),
@@ -205,7 +205,7 @@ MAD = {
 
 
 # ---- small models, trained on a task
-SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8)     # where no flag or --model says otherwise
+SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8)  # where no flag or --model says otherwise
 
 
 class Task(NamedTuple):
@@ -295,7 +295,7 @@ ELSEWHERE = "run mark json plot device threads model seeds".split()     # flags 
 
 
 def settings_of(name, args):
-    """Return what decides a result beside model and seed: the flags, and as `config` the network."""
+    """Return what decides a result beside model and seed: the flags, and the network, as config."""
     config = asdict(variant(name, args)[0])
     flags = {key: a for key, a in vars(args).items() if key not in config and key not in ELSEWHERE}
     return flags | dict(config=config)
@@ -323,8 +323,8 @@ def read_records(file):
 
 
 def campaign(args, trial, columns, x="", **how):
-    """Run trial(name, seed) -> {column: score} for each name of --model and each of --seeds, but for
-    what the file of --json has. Print the table, and draw it over an axis named x; how: more
+    """Run trial(name, seed) -> {column: score} for each name of --model and each of --seeds, but
+    for what the file of --json has. Print the table, and draw it over an axis named x; how: more
     arguments of `picture`. Return {name: [a record a seed]}."""
     settings = {name: settings_of(name, args) for name in args.model}     # raises UserError
     done = read_records(args.json) if args.json else {}
@@ -385,8 +385,8 @@ def mqar_task(args, device):
     def draws(batch):
         return {n: partial(mqar, batch, n, n, args.vocab, args.seq_len) for n in args.pairs}
 
-    fewer = max(1, args.batch_size * 128 // max(args.seq_len, 128))       # of long texts, in training
-    task = Task("mqar", args.vocab, list(draws(fewer).values()), draws(args.batch_size))
+    rows = max(1, args.batch_size * 128 // max(args.seq_len, 128))        # fewer of long texts
+    task = Task("mqar", args.vocab, list(draws(rows).values()), draws(args.batch_size))
     campaign(args, partial(score, task, args, device), args.pairs, "pairs")
     say("by guessing: 1 / pairs")
 
