@@ -213,8 +213,8 @@ class Task(NamedTuple):
     and targets (batch, T); targets are -100 where no answer is asked."""
     name: str
     vocab: int                            # the size of the vocabulary
-    train: list                           # draws, in turn
-    ask: dict                             # {column of the table: draw}
+    train: list                           # draws of batches to train on, in turn
+    ask: dict                             # {column of the table: draw of a batch that asks}
 
 
 def randomness(seed, number, test=False):
@@ -246,7 +246,8 @@ def variant(name, args, **more):
 
 
 def trained(name, seed, args, device, vocab, draw, title):
-    """Return a model of this name, trained on the batches draw(step, generator) -> x, y."""
+    """Return a model of this name, trained on the batches draw(number, period) -> x, y. Numbers
+    begin at 0; the period, which train.Task needs, means nothing here."""
     config, steps, lr = variant(name, args, vocab_size=vocab)
     torch.manual_seed(seed)
     model = models.LM(config).to(device)
@@ -254,11 +255,7 @@ def trained(name, seed, args, device, vocab, draw, title):
     tc = train.TrainConfig(out="", seed=seed, optimizer="muon", steps=steps, warmup=steps // 10,
                            lr=lr, eval_every=steps, log_every=max(1, steps // 5))
     task = train.Task(tc, device)
-
-    def batch(number, period):
-        return draw(number, randomness(seed, number))
-
-    task.draw = batch
+    task.draw = draw
     run = dict(step=0, best=math.inf, seconds=0.0)
     stopped = train.train(model, task.optimizers(model), run, task)
     if stopped:
@@ -269,7 +266,8 @@ def trained(name, seed, args, device, vocab, draw, title):
 @torch.no_grad()
 def accuracy(model, batches):
     """Return the share of right answers in batches x, y; targets of -100 are not asked for."""
-    right, asked, device = 0, 0, next(model.parameters()).device
+    device = next(model.parameters()).device
+    right, asked = 0, 0
     for x, y in batches:
         logits, _ = model(x.to(device))
         right += (logits.argmax(-1).cpu() == y).sum().item()
@@ -279,8 +277,9 @@ def accuracy(model, batches):
 
 def score(task, args, device, name, seed):
     """Train a model on a Task. Return its accuracy in each column."""
-    def draw(step, generator):
-        return task.train[step % len(task.train)](generator=generator)
+    def draw(number, period):
+        draw_size = task.train[number % len(task.train)]
+        return draw_size(generator=randomness(seed, number))
 
     model = trained(name, seed, args, device, task.vocab, draw, task.name)
     scores = {}
@@ -401,7 +400,8 @@ def mad_task(args, device):
         return scores
 
     campaign(args, trial, list(MAD))
-    say("by guessing: " + ", ".join(f"{name} {chance:.2f}" for name, (_, _, chance) in MAD.items()))
+    chances = [f"{name} {chance:.2f}" for name, (_, _, chance) in MAD.items()]
+    say("by guessing: " + ", ".join(chances))
 
 
 ABLATION = {  # what is changed: by how much the paper's perplexity rises. Ours begins at a matrix
@@ -413,15 +413,16 @@ ABLATION = {  # what is changed: by how much the paper's perplexity rises. Ours 
 
 def ablation_task(args, device):
     """Train each row of the paper's Table 6, small, on tiny Shakespeare and to recall 16 pairs."""
-    corpus, args.model = data.read("shakespeare"), list(ABLATION)
+    args.model = list(ABLATION)
+    corpus = data.read("shakespeare")
     tokenizer = data.make_tokenizer("char", corpus.text)
     ids, val = corpus.splits(tokenizer, args.seq_len)
     pairs = [partial(mqar, 2 * args.batch_size, n, n, 64, 64) for n in (2, 4, 8, 16)]
     task = Task("mqar", 64, pairs, {"16 pairs": pairs[-1]})
 
     def trial(name, seed):
-        def draw(step, generator):
-            return data.batch(ids, seed, step, args.batch_size, args.seq_len)
+        def draw(number, period):
+            return data.batch(ids, seed, number, args.batch_size, args.seq_len)
 
         model = trained(name, seed, args, device, tokenizer.vocab_size, draw, "text")
         loss = train.evaluate(model, val, args.seq_len, args.batch_size, 128)
@@ -443,7 +444,8 @@ TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation
 
 def parse(argv=None):
     parser = Parser(prog="recall.py", description=__doc__, usage="python %(prog)s [TASK] [flags]")
-    needle, mqar, _, ablation = tasks = [*add_tasks(parser, TASKS, plot=("needle", "mqar"))]
+    tasks = list(add_tasks(parser, TASKS, plot=("needle", "mqar")))
+    needle, mqar, _, ablation = tasks
     for task, steps in zip(tasks, (1200, 300, 600, 600)):
         task.set_defaults(mark='"records"')                   # `read_records` looks closer
         if task is not ablation:
