@@ -118,8 +118,7 @@ class DotMemory(layer.Memory):
 
     def recall(self, q, frozen):
         *W, keys = frozen
-        x, norm = reading_rows(q, keys), layer.rule(self.config).norm
-        return memory.apply(self.config.memory, W, x, q, norm)
+        return memory.apply(self.config.memory, W, reading_rows(q, keys), q, self.rule.norm)
 
 
 torch.serialization.add_safe_globals([State])
