@@ -13,7 +13,6 @@ The rule writes (k, v) and reads q.
 
 It needs memory.py, poly.py, muon.py, omega.py and chunks.py beside it.
 """
-import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -82,16 +81,16 @@ def check_settings(c, features=poly.FEATURES):
     """Raise ValueError if a memory cannot have these settings; name the remedy."""
     choices = CHOICES | dict(features=features)
     for name, usual in SETTINGS.items():
-        value, kind = getattr(c, name), type(usual)
+        value = getattr(c, name)
         if name in choices:
             good = value in choices[name]
             wanted = f"one of {', '.join(choices[name])}"
-        elif kind is bool:
-            good = type(value) is bool
+        elif usual is True:
+            good = value in (True, False)
             wanted = "True or False"
         else:
-            least = 0 if name in MAY_BE_0 else 1
-            good = type(value) in (int, kind) and least <= value < math.inf
+            kind, least = type(usual), 0 if name in MAY_BE_0 else 1
+            good = type(value) in (int, kind) and value >= least
             wanted = f"a number of type {kind.__name__}, at least {least}"
         if not good:
             raise ValueError(f"{name} is {wanted}, not {value!r}")
@@ -114,9 +113,8 @@ def rule(c):
     if c.muon:
         block = min(c.muon_every or c.chunk, c.chunk)
     norm = c.loss == "dot" and c.memory != "linear"                          # choice 11
-    same = "memory loss window chunk ns_steps ns_coefficients forget error".split()
-    same = {name: getattr(c, name) for name in same}
-    return omega.Rule(muon_every=block, norm=norm, ball=c.max_norm, **same)
+    same = {name: getattr(c, name) for name in omega.Rule._fields if hasattr(c, name)}
+    return omega.Rule(**same | dict(muon_every=block, norm=norm, ball=c.max_norm))
 
 
 # ---- parts that attention uses, too
@@ -170,13 +168,11 @@ def same_document(docs, T, n):
 def short_conv(x, taps, docs=None):
     """Return silu(sum_j taps[j] * x_{t-n+j}) by channel, over the document of x_t: x (B, n + T, C),
     taps (n + 1, C), docs (B, at least n + T) -> (B, T, C)."""
-    T, total = x.shape[1] - len(taps) + 1, 0
-    if docs is not None:
-        same = same_document(docs, T, len(taps))
+    total, T = 0, x.shape[1] - len(taps) + 1
     for j, tap in enumerate(taps.to(x.dtype)):
         row = x[:, j:j + T]
         if docs is not None:
-            row = row * same[:, :, j, None]
+            row = row * same_document(docs, T, len(taps))[..., j, None]
         total = total + tap * row
     return F.silu(total)
 
@@ -261,7 +257,7 @@ class Memory(nn.Module):
         self.qkv.weight[n:2 * n] = self.qkv.weight[:n]
         self.conv[0, :n] = 0
         self.conv[:-1, n:2 * n] = self.conv[1:, :n]
-        self.conv[-1, n:2 * n] *= 0.1                         # not 0: the first key needs a direction
+        self.conv[-1, n:2 * n] *= 0.1                         # the first key needs a direction
 
     @torch.no_grad()
     def init_gates(self):
@@ -270,7 +266,7 @@ class Memory(nn.Module):
         nn.init.normal_(self.gates.weight, std=0.02)
         bias = torch.zeros(H, sum(self.n_gates))
         bias[:, 0] = torch.linspace(1, 6, H) if H > 1 else 3.5
-        if c.error == "token":                                # a window begins as one of 1  (choice 6)
+        if c.error == "token":            # a window begins as a window of 1 (choice 6)
             bias[:, -c.window:-1] = -3
         self.gates.bias.copy_(bias.flatten())
 
@@ -288,7 +284,13 @@ class Memory(nn.Module):
         keep = 1 - forgets if c.keep else torch.ones_like(opened)            # alpha
         momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None    # theta
         step = opened * self.most(momentum)                                  # eta
-        return omega.Gates(keep, step, momentum, self.shared(gate.sigmoid()))
+        gate = gate.sigmoid()                                                # gamma
+        if c.error == "chunk" or c.window == 1:               # a window shares 1  (choice 6)
+            gate = gate / c.window
+        else:                                                 # a token's own pair has 1 for itself
+            older, own = gate[..., :-1], gate[..., -1:]
+            gate = torch.cat([older / (c.window - 1), own], -1)
+        return omega.Gates(keep, step, momentum, gate)
 
     def most(self, momentum):
         """Return the bound of the step."""
@@ -298,15 +300,6 @@ class Memory(nn.Module):
         if momentum is None:
             return c.max_step
         return c.max_step * (1 - momentum)                    # what momentum repeats adds up to 1
-
-    def shared(self, gate):
-        """Return gamma (.., window), choice 6: the gates of a window share a sum of 1. With error =
-        "token" a token's own pair has 1 for itself."""
-        window = self.config.window
-        if self.config.error == "chunk" or window == 1:
-            return gate / window
-        older, own = gate[..., :-1], gate[..., -1:]
-        return torch.cat([older / (window - 1), own], -1)
 
     def start(self, x):
         """Return the state before the first token, for a batch of len(x) sequences."""
@@ -356,7 +349,8 @@ class Memory(nn.Module):
 
         with nullcontext() if x.device.type in self.autocast_on else without_autocast(x):
             y, fast = self.learn(q, k, v, gates, state.fast)
-        docs = docs if docs is None else docs[:, -self.past:].clone()
+        if docs is not None:
+            docs = docs[:, -self.past:].clone()
         return self.finish(x, y), MemoryState(fast, tail, fits(self.config), docs)
 
     def project(self, x, state, docs=None):
@@ -381,7 +375,7 @@ class Memory(nn.Module):
 
     def frozen(self, state, reset=None):
         """Return what `recall` reads: the memory now, or where reset (B,) is True as at first."""
-        if reset is not None:             # stands at a chunk's start, where W is all there is
+        if reset is not None:             # it stands at a chunk's start, where W is all there is
             W = tuple(w.where(~reset[:, None, None, None], 0) for w in state.fast.W)
             state = state._replace(fast=state.fast._replace(W=W))
         return self.weights(state)[0]

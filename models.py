@@ -200,7 +200,7 @@ def sized(preset, size):
 
 
 def configure(preset="atlas", size="tiny", **overrides):
-    """Return the Config of a preset: Config's defaults < `sized` < `overrides` (fields of Config)."""
+    """Return the Config of a preset: Config's defaults < `sized` < `overrides` (its fields)."""
     for name, known in ((preset, PRESETS), (size, SIZES)):
         if name not in known:
             raise UserError(f"no model or size {name!r}; choose one of {', '.join(known)}")

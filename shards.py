@@ -37,12 +37,21 @@ def global_rule(rule, size, gates):
     return rule._replace(chunk=size, muon_every=size if rule.muon_every else 0), gates
 
 
+def side_by_side(a, begin, end, n):
+    """Return n shards of a (B, H, T, ..) as sequences of their own: (n B, H, length, ..)."""
+    if a is None:
+        return None
+    return a[:, :, begin:end].unflatten(2, (n, -1)).movedim(2, 0).flatten(0, 1)
+
+
 def shards_ref(size, rule, phi, q, k, v, gates, state):
     """Run the rule of the module docstring token by token. Arguments and results as in omega_ref;
     state: a Shards."""
-    ys, (M0, whole, local, kk, pos) = [], state
+    M0, whole, local, kk, pos = state
+    ys = []
     for t in range(q.shape[2]):
-        q_t, k_t, v_t, *now = (a if a is None else a[:, :, t:t + 1] for a in (q, k, v, *gates))
+        parts = [side_by_side(a, t, t + 1, 1) for a in (q, k, v, *gates)]
+        q_t, k_t, v_t, *now = parts
         now = Gates(*now)
         if pos == 0:
             local = start(rule, phi, M0, len(q), now.momentum is not None)
@@ -54,7 +63,8 @@ def shards_ref(size, rule, phi, q, k, v, gates, state):
         ys.append(y + z)
         pos = (pos + 1) % size
     if pos == 0:
-        local, kk = None, torch.zeros_like(kk)
+        local = None
+        kk = torch.zeros_like(kk)
     return torch.cat(ys, 2), Shards(M0, whole, local, kk, pos)
 
 
@@ -64,30 +74,27 @@ def shards(size, rule, phi, q, k, v, gates, state):
     slow, scaled = global_rule(rule, size, gates)
     y, whole = chunks.run(slow, phi, q, k, v, scaled, whole)
 
-    B, T, zs, at = len(q), q.shape[2], [], 0
+    B, T = len(q), q.shape[2]
+    zs, at = [], 0
     while at < T:
-        n, length = 1, min(T - at, size - pos)                # the rest of a shard, or a part
-        if length == size:
-            n = (T - at) // size                              # whole shards, side by side
-
-        def cut(a):                                           # (B, H, T, ..) -> (n B, H, length, ..)
-            if a is None:
-                return None
-            a = a[:, :, at:at + n * length].unflatten(2, (n, length))
-            return a.movedim(2, 0).flatten(0, 1)
-        q_, k_, v_, *now = map(cut, (q, k, v, *gates))
+        length = min(T - at, size - pos)                      # the rest of a shard, or a part
+        n = (T - at) // size if length == size else 1         # or whole shards, side by side
+        end = at + n * length
+        parts = [side_by_side(a, at, end, n) for a in (q, k, v, *gates)]
+        q_, k_, v_, *now = parts
         if pos == 0:
             local = start(rule, phi, M0, n * B, gates.momentum is not None)
-            kk = torch.zeros_like(kk[:1])
+            kk = kk.new_zeros(n * B, *kk.shape[1:])
         asks = unit((q_ @ k_.mT).tril() @ k_ + q_ @ kk)
         z, local = chunks.run(rule, phi, asks, k_, v_, Gates(*now), local)
-        zs.append(z.unflatten(0, (n, B)).movedim(0, 2).flatten(2, 3))
+        z = z.unflatten(0, (n, B)).movedim(0, 2).flatten(2, 3)
+        zs.append(z)
 
-        at, pos = at + n * length, (pos + length) % size
-        if pos:
-            kk = kk + k_.mT @ k_
-        else:
-            local, kk = None, kk.new_zeros(B, *kk.shape[1:])
+        kk = kk + k_.mT @ k_
+        at, pos = end, (pos + length) % size
+        if pos == 0:
+            local = None
+            kk = torch.zeros_like(kk[:B])
     return y + torch.cat(zs, 2), Shards(M0, whole, local, kk, pos)
 
 
@@ -109,16 +116,13 @@ class ShardedMemory(layer.Memory):
 
     def learn(self, q, k, v, gates, fast):
         """Run both rules. M0 belongs to the layer, not to its states."""
-        whole, local = self.with_M0(fast.whole, self.global_M0), fast.local
-        if local:
-            local = self.with_M0(local, self.M0)
-        fast = fast._replace(M0=tuple(self.M0), whole=whole, local=local)
-        y, fast = shards(self.config.shard, self.rule, self.phi, q, k, v, gates, fast)
-
-        whole, local = fast.whole._replace(M0=()), fast.local
-        if local:
-            local = local._replace(M0=())
-        return y, fast._replace(M0=(), whole=whole, local=local)
+        whole = self.with_M0(fast.whole, self.global_M0)
+        local = fast.local and self.with_M0(fast.local, self.M0)
+        state = Shards(tuple(self.M0), whole, local, fast.kk, fast.pos)
+        y, state = shards(self.config.shard, self.rule, self.phi, q, k, v, gates, state)
+        whole = state.whole._replace(M0=())
+        local = state.local and state.local._replace(M0=())
+        return y, Shards((), whole, local, state.kk, state.pos)
 
 
 torch.serialization.add_safe_globals([Shards])

@@ -36,12 +36,14 @@ class AttentionState(NamedTuple):
 def rope(pos, *xs, each=1):
     """Rotate pairs of coordinates of each x (B, H, T, D) by position (RoPE, Su et al. 2021). All x
     have one shape, and begin at `pos`; `each` tokens share a position."""
-    half, T, device = xs[0].shape[-1] // 2, xs[0].shape[2], xs[0].device
+    x = xs[0]
+    half, device = x.shape[-1] // 2, x.device
     exact = torch.float32 if device.type == "mps" else torch.float64         # for long streams
     freq = 10000.0 ** (-torch.arange(half, device=device, dtype=exact) / half)
-    at = pos + torch.arange(T, device=device, dtype=exact) // each
+    at = pos + torch.arange(x.shape[2], device=device, dtype=exact) // each
     turns = at[:, None] * (freq / (2 * math.pi))
-    angle = (2 * math.pi * turns.frac()).to(torch.promote_types(xs[0].dtype, torch.float32))
+    angle = 2 * math.pi * turns.frac()
+    angle = angle.to(torch.promote_types(x.dtype, torch.float32))
     cos, sin = angle.cos(), angle.sin()
 
     rotated = []
@@ -56,11 +58,13 @@ def attend(q, k, v, window, prefix=None, docs=None):
     (k, v). A position sees the last `window` positions, 0: all; with docs (B, n), from
     layer.number, those of its document. With a window the work goes in pieces, linear in T."""
     T, n = q.shape[2], k.shape[2]
-    window, old = window or n, n - T
+    window = window or n
+    old = n - T
     if not old and prefix is None and docs is None and window >= n:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    ys, piece = [], max(4 * window, 256)
+    piece = max(4 * window, 256)
+    ys = []
     for begin in range(old, n, piece):
         end = min(begin + piece, n)
         first = max(0, begin - window + 1)                    # the first key that the piece sees
@@ -76,7 +80,8 @@ def attend(q, k, v, window, prefix=None, docs=None):
             values = torch.cat([prefix[1], values], 2)
             sees = F.pad(sees, (prefix[0].shape[2], 0), value=True)
         asks = q[:, :, begin - old:end - old]
-        ys.append(F.scaled_dot_product_attention(asks, keys, values, attn_mask=sees))
+        y = F.scaled_dot_product_attention(asks, keys, values, attn_mask=sees)
+        ys.append(y)
     return torch.cat(ys, 2)
 
 
@@ -93,7 +98,8 @@ class Attention(nn.Module):
         self.each = 2 if mac else 1
         inner = config.n_head * config.head_dim
         self.qkv = nn.Linear(config.n_embd, 3 * inner, bias=False)
-        self.q_norm, self.k_norm = Norm(config.head_dim), Norm(config.head_dim)
+        self.q_norm = Norm(config.head_dim)
+        self.k_norm = Norm(config.head_dim)
         self.out = nn.Linear(inner, config.n_embd, bias=False)
 
     def project(self, x):
@@ -115,15 +121,18 @@ class Attention(nn.Module):
         k = torch.cat([state.k.to(k.dtype), k], 2)
         v = torch.cat([state.v.to(v.dtype), v], 2)
         docs = number(x, mask, reset, state.docs, state.k.shape[2])
-        y = attend(q, k, v, self.window, prefix, docs)[:, :, self.each - 1::self.each]
-
+        y = attend(q, k, v, self.window, prefix, docs)
+        y = y[:, :, self.each - 1::self.each]
         pos = state.pos + y.shape[2]
+        y = self.out(y.transpose(1, 2).flatten(2))
+
         if self.window:                                       # forget what no token will see
             first = max(0, k.shape[2] - self.window + 1)
-            k, v = k[:, :, first:].clone(), v[:, :, first:].clone()          # a view holds all
-            docs = docs if docs is None else docs[:, first:].clone()
-        state = AttentionState(k, v, pos, fits(self.config), docs)
-        return self.out(y.transpose(1, 2).flatten(2)), state
+            k = k[:, :, first:].clone()                       # a view would hold all
+            v = v[:, :, first:].clone()
+            if docs is not None:
+                docs = docs[:, first:].clone()
+        return y, AttentionState(k, v, pos, fits(self.config), docs)
 
 
 # ---- memory and attention together
@@ -179,8 +188,8 @@ class Wiring(nn.Module):
 
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. mask and
-        reset: as in models.LM. Raises ValueError as `check_input`, and for a reset where p stand before a
-        text or inside of a MAC segment."""
+        reset: as in models.LM. Raises ValueError as `check_input`, and for a reset where p stand
+        before a text or inside of a MAC segment."""
         x = check_input(self, x, state, mask, reset)
         if reset is not None and self.persistent is not None:
             raise ValueError("reset needs persistent=0: learned tokens stand before the first text "
@@ -227,19 +236,21 @@ class Wiring(nn.Module):
 
     def mac(self, x, state, mask, reset):
         """Go segment by segment (Titans Eq 21 - 25)."""
-        outs, begin = [], 0
+        outs = []
+        begin = 0
         while begin < x.shape[1]:
             done = state.attention.pos if state.attention else 0
-            part = slice(begin, begin + self.config.attn_window - done)
-            marks = [a if a is None else a[:, part] for a in (mask, reset)]
-            o, state = self.segment(x[:, part], state, *marks)
+            end = begin + self.config.attn_window - done
+            part = x, mask, reset
+            part = [a if a is None else a[:, begin:end] for a in part]
+            o, state = self.segment(state, *part)
             outs.append(o)
+            begin = end
             if state.attention.pos == self.config.attn_window:
                 state = state._replace(attention=None, frozen=())
-            begin = part.stop
         return torch.cat(outs, 1), state
 
-    def segment(self, x, state, mask, reset):
+    def segment(self, state, x, mask, reset):
         """Run a segment or a part of it: read the memory as it was, attend, write what attention
         says. Token i sees p, and h_j, x_j of its segment with j <= i (choice 18)."""
         first = None
