@@ -261,8 +261,8 @@ class Memory(nn.Module):
 
     @torch.no_grad()
     def init_gates(self):
-        """Let heads keep 0.73 .. 0.998 at the bound of the step (choice 16). A step starts at 1/4 of
-        its bound, momentum and gates at 1/2."""
+        """Let heads keep 0.73 .. 0.998 where a step is at its bound (choice 16). Steps start at 1/4
+        of it, momentum and gates at 1/2."""
         H, c = self.config.n_head, self.config
         nn.init.normal_(self.gates.weight, std=0.02)
         bias = torch.zeros(H, sum(self.n_gates))

@@ -91,7 +91,8 @@ def shards(size, rule, phi, q, k, v, gates, state):
         zs.append(z)
 
         kk = kk + k_.mT @ k_
-        at, pos = end, (pos + length) % size
+        at = end
+        pos = (pos + length) % size
         if pos == 0:
             local = None
             kk = torch.zeros_like(kk[:B])
@@ -109,8 +110,9 @@ class ShardedMemory(layer.Memory):
 
     def start(self, x):
         state = super().start(x)
-        M0, c = list(self.global_M0), self.config
-        whole = start(self.rule, self.phi, M0, len(x), c.momentum)._replace(M0=())
+        c = self.config
+        whole = start(self.rule, self.phi, list(self.global_M0), len(x), c.momentum)
+        whole = whole._replace(M0=())
         kk = whole.W[0].new_zeros(len(x), c.n_head, c.head_dim, c.head_dim)
         return state._replace(fast=Shards((), whole, None, kk, 0))
 

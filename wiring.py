@@ -37,14 +37,16 @@ def rope(pos, *xs, each=1):
     """Rotate pairs of coordinates of each x (B, H, T, D) by position (RoPE, Su et al. 2021). All x
     have one shape, and begin at `pos`; `each` tokens share a position."""
     x = xs[0]
-    half, device = x.shape[-1] // 2, x.device
+    device = x.device
+    half = x.shape[-1] // 2
     exact = torch.float32 if device.type == "mps" else torch.float64         # for long streams
     freq = 10000.0 ** (-torch.arange(half, device=device, dtype=exact) / half)
     at = pos + torch.arange(x.shape[2], device=device, dtype=exact) // each
     turns = at[:, None] * (freq / (2 * math.pi))
     angle = 2 * math.pi * turns.frac()
     angle = angle.to(torch.promote_types(x.dtype, torch.float32))
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
 
     rotated = []
     for x in xs:
@@ -241,8 +243,7 @@ class Wiring(nn.Module):
         while begin < x.shape[1]:
             done = state.attention.pos if state.attention else 0
             end = begin + self.config.attn_window - done
-            part = x, mask, reset
-            part = [a if a is None else a[:, begin:end] for a in part]
+            part = [a if a is None else a[:, begin:end] for a in (x, mask, reset)]
             o, state = self.segment(state, *part)
             outs.append(o)
             begin = end
