@@ -46,7 +46,8 @@ def start(rule, phi, M0, batch, momentum=True):
 def with_rows(rule, state, k):
     """Return the state with the keys k (B, H, T, D), and a row for each in what reads phi*."""
     keys = torch.cat([state.keys, k], 2)
-    rows, firsts = keys.shape[3] + keys.shape[2], memory.firsts(rule.memory)
+    rows = keys.shape[3] + keys.shape[2]
+    firsts = memory.firsts(rule.memory)
 
     def grow(matrices):
         grown = [F.pad(w, (0, 0, 0, rows - w.shape[-2])) for w in matrices[:firsts]]
@@ -67,7 +68,8 @@ def reading_rows(x, keys):
 
 def block_runner(rule, keys, T):
     """Return what chunks.run_all calls for a block; the last T of keys are since the boundary."""
-    keys, t, D = keys.flatten(0, 1), keys.shape[2], keys.shape[3]
+    t, D = keys.shape[2:]
+    keys = keys.flatten(0, 1)
     ends = iter([t - T + block.stop for block in chunks.blocks(rule, T)])
 
     def one_block(rule, kernel, q, k, v, gates, mix, M0, anchor, W, S, newton):
@@ -76,8 +78,10 @@ def block_runner(rule, keys, T):
                 mix = chunks.coefficients(rule, gates)
         # pair i of n writes row D + end - n + i; those from before the text have a gate of 0
         end, n = next(ends), k.shape[1]
-        one_hot = F.pad(torch.eye(n, dtype=k.dtype, device=k.device), (D + end - n, t - end))
-        xq, xk = reading_rows(q, keys), reading_rows(k, keys)
+        one_hot = torch.eye(n, dtype=k.dtype, device=k.device)
+        one_hot = F.pad(one_hot, (D + end - n, t - end))
+        xq = reading_rows(q, keys)
+        xk = reading_rows(k, keys)
         one_hot, xk, k, v = (chunks.copies(rule, a) for a in (one_hot[None], xk, k, v))
         v = memory.target(rule.memory, rule.loss, k, v)
         xd = chunks.gradients(rule, kernel, mix, k, v, xk, M0, anchor, W, S)
@@ -118,8 +122,7 @@ class DotMemory(layer.Memory):
 
     def recall(self, q, frozen):
         *W, keys = frozen
-        x, norm = reading_rows(q, keys), layer.rule(self.config).norm
-        return memory.apply(self.config.memory, W, x, q, norm)
+        return memory.apply(self.config.memory, W, reading_rows(q, keys), q, self.rule.norm)
 
 
 torch.serialization.add_safe_globals([State])

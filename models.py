@@ -1,11 +1,12 @@
-"""models.py - from tokens to logits: configuration, the language model, and the paper's models and sizes as data.
+"""models.py - from tokens to logits: configuration, the language model, models and sizes as data.
 
-    block(x) = x + layer(norm(x)),  then  x + SwiGLU(norm(x))                           ATLAS Figure 3 (left)
+    block(x) = x + layer(norm(x)),  then  x + SwiGLU(norm(x))               ATLAS Figure 3 (left)
     layer    = a memory that learns at test time (Figure 3, right), attention, or both (wiring.py)
 
-There are two loops. The outer loop (train.py) learns every nn.Parameter, among them M0, where each memory starts. The
-inner loop (omega.py) runs inside forward: from M0 at the beginning of a sequence on it changes only the fast weights W
-of that sequence, and the `state` that forward returns holds what it learned.
+There are two loops. The outer loop (train.py) learns every nn.Parameter, among them M0, where each
+memory starts. The inner loop (omega.py) runs inside forward: from M0 at the beginning of a sequence
+on it changes only the fast weights W of that sequence, and the `state` that forward returns holds
+what it learned.
 """
 import math
 import re
@@ -17,131 +18,175 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import chunks
-import layer
 from common import UserError, check, opt
 from dot import DotMemory
-from layer import Memory, Norm, check_state, map_state
-from memory import LOSSES, MEMORIES, at_least_float32
-from muon import COEFFICIENTS
-from poly import FEATURES, Features, features_dim
+from layer import CHOICES, Memory, Norm, check_settings, check_state, map_state
+from memory import at_least_float32
+from poly import Features, features_dim
 from shards import ShardedMemory
 from wiring import WIRINGS, Attention, Wiring
+
+FEATURES = (*Memory.features, *DotMemory.features)
 
 
 # ---- configuration
 @dataclass
 class Config:
-    """Everything that rebuilds the network. The fields are flags of train.py, and the checkpoint holds them. Those of
-    the memory are layer.settings."""
+    """Everything that rebuilds the network. The fields are flags of train.py, and the checkpoint
+    holds them. Those of the memory are layer.settings."""
     vocab_size: int = opt(65, "number of tokens; set from the tokenizer", low=1)
     n_layer: int = opt(2, "number of blocks", low=1)
     n_head: int = opt(8, "number of heads; each has its own memory", low=1)
     n_embd: int = opt(192, "width of the residual stream", low=1)
     head_dim: int = opt(16, "width of a head; 0: n_embd / n_head")
     attention: bool = opt(False, "attention alone, without a memory")
-    wiring: str = opt("lmm", "lmm: the memory alone; mag, mal, mac: with attention, as in Titans", WIRINGS)
+    wiring: str = opt(
+        "lmm", "lmm: the memory alone; mag, mal, mac: with attention, as in Titans", WIRINGS)
     persistent: int = opt(4, "MAG, MAL and MAC only: learned tokens before the sequence")
-    memory: str = opt("linear", "what the memory is: a matrix, an MLP (Eq 42) or a gated MLP (Eq 43)", MEMORIES)
-    expansion: int = opt(4, "hidden width of an MLP memory, in multiples of --head-dim", low=1)
-    loss: str = opt("l2", "inner loss (attentional bias); with dot what an MLP adds is normalised (RMS)", LOSSES)
-    window: int = opt(8, "tokens that the Omega rule looks back on (the paper's c); 1: Titans", low=1)
+    memory: str = opt(
+        "linear", "what the memory is: a matrix, an MLP (Eq 42) or a gated MLP (Eq 43)",
+        CHOICES["memory"])
+    expansion: int = opt(
+        4, "hidden width of an MLP memory, in multiples of --head-dim", low=1)
+    loss: str = opt(
+        "l2", "inner loss (attentional bias); with dot what an MLP adds is normalised (RMS)",
+        CHOICES["loss"])
+    window: int = opt(
+        8, "tokens that the Omega rule looks back on (the paper's c); 1: Titans", low=1)
     chunk: int = opt(16, "tokens that share one gradient point (the paper's b)", low=1)
-    error: str = opt("chunk", "memory at which errors are measured: the chunk's first (Eq 16), or each token's (Eq 15)",
-                     ("chunk", "token"))
+    error: str = opt(
+        "chunk", "memory at which errors are measured: the chunk's first (Eq 16), or each token's "
+        "(Eq 15)", CHOICES["error"])
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
     muon: bool = opt(True, "Newton-Schulz on the inner momentum, Eq 32")
-    muon_every: int = opt(0, "tokens from one Newton-Schulz to the next, at most --chunk; 1: Eq 40; 0: a chunk")
+    muon_every: int = opt(
+        0, "tokens from one Newton-Schulz to the next, at most --chunk; 1: Eq 40; 0: a chunk")
     ns_steps: int = opt(5, "iterations of Newton-Schulz", low=1)
-    ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", tuple(COEFFICIENTS))
-    features: str = opt("monomial", "feature map phi of keys and queries", (*FEATURES, "exp"))
+    ns_coefficients: str = opt(
+        "muon", "polynomial of Newton-Schulz", CHOICES["ns_coefficients"])
+    features: str = opt("monomial", "feature map phi of keys and queries", FEATURES)
     degree: int = opt(2, "polynomial degree of phi (the paper's p)", low=1, high=13)
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
-    forget: str = opt("start", "what keep < 1 decays to: M0, or zero as the paper prints", ("start", "zero"))
+    forget: str = opt(
+        "start", "what keep < 1 decays to: M0, or zero as the paper prints", CHOICES["forget"])
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
-    lookback: int = opt(2, "the block, from 1, whose keys start as the query of the token before (choice 23); 0: none")
-    max_step: float = opt(1.0, "bound of the step (eta), in units of 2 / chunk; with --error token 1 learns a pair")
-    max_norm: float = opt(50.0, "bound of |W - M0| (--forget zero: |W|) of each matrix where a chunk ends; 0: none")
-    polarise: float = opt(0.0, "MAG and MAC only: adds this times mean(1 - |2g - 1|) to the loss, g the attention gate")
-    memory_floor: str = opt("0", "MAG and MAC only: least weight of the memory's own output, for the first 10 % of "
-                            "steps, up to 33 %, and after: 0.3,0.1,0.05")
-    shard: int = opt(0, "tokens in a shard; each has a local memory beside the global one (shards.py); 0: off")
-    attn_window: int = opt(64, "tokens that attention sees, or of a MAC segment; 0: full attention")
-    dropout: float = opt(0.0, "dropout on what each block adds to the residual stream, below 1")
+    lookback: int = opt(
+        2, "the block, from 1, whose keys start as the query of the token before (choice 23); "
+        "0: none")
+    max_step: float = opt(
+        1.0, "bound of the step (eta), in units of 2 / chunk; with --error token 1 learns a pair")
+    max_norm: float = opt(
+        50.0, "bound of |W - M0| (--forget zero: |W|) of each matrix where a chunk ends; 0: none")
+    polarise: float = opt(
+        0.0, "MAG and MAC only: adds this times mean(1 - |2g - 1|) to the loss, g the attention "
+        "gate")
+    memory_floor: str = opt(
+        "0", "MAG and MAC only: least weight of the memory's own output, for the first 10 % of "
+        "steps, up to 33 %, and after: 0.3,0.1,0.05")
+    shard: int = opt(
+        0, "tokens in a shard; each has a local memory beside the global one (shards.py); 0: off")
+    attn_window: int = opt(
+        64, "tokens that attention sees, or of a MAC segment; 0: full attention")
+    dropout: float = opt(
+        0.0, "dropout on what each block adds to the residual stream, below 1", high=1)
     tie: bool = opt(False, "share the embedding with the output layer")
 
     def __post_init__(self):
         check(self)
-        if not self.head_dim and self.n_embd % self.n_head:
-            raise UserError(f"--n-embd {self.n_embd} is no multiple of --n-head {self.n_head}; give --head-dim")
-        self.head_dim = self.head_dim or self.n_embd // self.n_head
-        alone, wired = self.attention, self.wiring != "lmm"
-        fault = "" if alone else layer.fault(self, (*FEATURES, "exp"))
+        if not self.head_dim:
+            self.head_dim = self.n_embd // self.n_head
+            if self.n_embd % self.n_head:
+                raise UserError(f"--n-embd {self.n_embd} is no multiple of --n-head {self.n_head}; "
+                                "give --head-dim")
+        wired = self.wiring != "lmm"
+        if (self.attention or wired) and self.head_dim % 2:
+            raise UserError("rotary embedding needs an even --head-dim")
+        if wired and self.attention:
+            raise UserError(f"--wiring {self.wiring} needs a memory model, not attention alone")
+        if wired and not self.attn_window:
+            raise UserError(f"--wiring {self.wiring} needs an --attn-window")
+        if not re.fullmatch(r"(0|0?\.\d+)(,(0|0?\.\d+)){0,2}", self.memory_floor):
+            raise UserError("--memory-floor takes 1 to 3 numbers below 1, as 0.3,0.1,0.05, not "
+                            f"{self.memory_floor!r}")
+        if (self.polarise or self.memory_floor != "0") and self.wiring not in ("mag", "mac"):
+            raise UserError("--memory-floor and --polarise need --wiring mag or mac")
+        if self.shard and (self.attention or self.wiring == "mac" or self.features == "exp"):
+            raise UserError("--shard needs a memory with finite features, and another --wiring "
+                            "than mac")
+        if not self.attention:
+            self.check_memory()
+
+    def check_memory(self):
+        """Raise UserError for settings that a memory cannot have."""
+        try:
+            check_settings(self, FEATURES)
+        except ValueError as fault:
+            raise UserError(fault)
         E = self.n_head * features_dim(self.features, self.head_dim, self.degree)
-        for wrong, message in (
-            (self.dropout >= 1, f"--dropout must be below 1, not {self.dropout}"),
-            (alone and wired, f"--wiring {self.wiring} needs a memory model, not attention alone"),
-            ((alone or wired) and self.head_dim % 2, "rotary embedding needs an even --head-dim"),
-            (not re.fullmatch(r"(0|0?\.\d+)(,(0|0?\.\d+)){0,2}", self.memory_floor), "--memory-floor takes 1 to 3 "
-             f"numbers below 1, as 0.3,0.1,0.05, not {self.memory_floor!r}"),
-            ((self.polarise or self.memory_floor != "0") and self.wiring not in ("mag", "mac"),
-             "--memory-floor and --polarise need --wiring mag or mac"),
-            (wired and not self.attn_window, f"--wiring {self.wiring} needs an --attn-window"),
-            (not alone and E > 200_000, f"phi of 4,096 tokens would take {E * 4096 * 4 / 1e9:,.0f} GB in each layer; "
-             "lower --degree, --head-dim or --n-head"),
-            (self.shard and (alone or self.wiring == "mac" or self.features == "exp"),
-             "--shard needs a memory with finite features, and another --wiring than mac"),
-            (fault, fault),
-        ):
-            if wrong:
-                raise UserError(message)
+        if E > 200_000:
+            raise UserError(f"phi of 4,096 tokens would take {E * 4096 * 4 / 1e9:,.0f} GB in each "
+                            "layer; lower --degree, --head-dim or --n-head")
 
     def period(self):
-        """Return the least number of tokens that whole chunks (or shards), and segments of MAC, take; attention: 1."""
-        chunk = 1 if self.attention else self.shard or self.chunk
+        """Return the least number of tokens that whole chunks (or shards), and segments of MAC,
+        take; attention: 1."""
+        if self.attention:
+            return 1
+        chunk = self.shard or self.chunk
         return math.lcm(chunk, self.attn_window) if self.wiring == "mac" else chunk
 
 
-# Table 1: the paper's models as differences from Config's defaults. Where no memory is named, the size
-# decides. The paper trains with errors at a chunk's start (Eq 16), which approximates Eq 15; `atlas`
-# takes them at the token, as Eq 15 prints it. `atlas-delta` is ours, not the paper's: without a window
-# and Newton-Schulz. Both were chosen by measuring (results/README.md).
+# ---- models and sizes
+# Table 1: the paper's models as differences from Config's defaults. Where no memory is named, the
+# size decides. The paper trains with errors at a chunk's start (Eq 16), which approximates Eq 15;
+# `atlas` takes them at the token, as Eq 15 prints it. `atlas-delta` is ours, not the paper's:
+# without a window and Newton-Schulz. Both were chosen by measuring (results/README.md).
 _simple = dict(momentum=False, muon=False)
 _kernel = dict(memory="mlp", features="exp", keep=False, **_simple)
 _linear = dict(memory="linear", features="none", keep=False, **_simple)
 PRESETS = {
-    "transformer":     dict(attention=True, head_dim=0, attn_window=0),
-    "swa":             dict(attention=True, head_dim=0),
-    "linear":          dict(_linear, loss="dot", window=1),                               # Eq 45
-    "deltanet":        dict(_linear, loss="l2", window=1, error="token"),                 # Eq 47
-    "titans":          dict(loss="l2", window=1, features="none", muon=False),            # Eq 12, 13
-    "dla":             dict(memory="mlp", loss="dot", window=1, **_simple),               # Eq 19
-    "swla":            dict(memory="linear", loss="dot", window=8, features="none", **_simple),   # Eq 55
-    "deeptransformer": dict(_kernel, loss="dot", window=1),                               # Eq 25
-    "swdt":            dict(_kernel, loss="dot", window=8),                               # Table 1
-    "deepomega":       dict(_kernel, loss="l2", window=8),                                # Eq 27, "Dot"
-    "omeganet":        dict(loss="l2", window=8, **_simple),                              # Eq 10
-    "atlas":           dict(loss="l2", window=2, error="token"),                          # Eq 15, 32, 33
-    "atlas++":         dict(memory="gated", loss="l2", window=2, error="token"),          # Eq 43
-    "atlas-delta":     dict(loss="l2", window=1, error="token", muon=False, expansion=2),
+    "transformer": dict(attention=True, head_dim=0, attn_window=0),
+    "swa": dict(attention=True, head_dim=0),
+    # Eq 45, 47, 12 and 13, 19, 55
+    "linear": dict(_linear, loss="dot", window=1),
+    "deltanet": dict(_linear, loss="l2", window=1, error="token"),
+    "titans": dict(loss="l2", window=1, features="none", muon=False),
+    "dla": dict(_simple, memory="mlp", loss="dot", window=1),
+    "swla": dict(_simple, memory="linear", loss="dot", window=8, features="none"),
+    # Eq 25, Table 1, Eq 27 ("Dot")
+    "deeptransformer": dict(_kernel, loss="dot", window=1),
+    "swdt": dict(_kernel, loss="dot", window=8),
+    "deepomega": dict(_kernel, loss="l2", window=8),
+    # Eq 10; Eq 15, 32, 33; Eq 43
+    "omeganet": dict(_simple, loss="l2", window=8),
+    "atlas": dict(loss="l2", window=2, error="token"),
+    "atlas++": dict(memory="gated", loss="l2", window=2, error="token"),
+    "atlas-delta": dict(loss="l2", window=1, error="token", muon=False, expansion=2),
 }
 
-# Sizes, which a preset overrides. `tiny` is Config itself: its memory is a matrix, which on a laptop
-# learns more in the same time than the paper's MLP. From 170m on the shapes are the paper's Table 7.
-# Wide heads have too many monomials, so phi is a sketch there, of 1 + D + 79 features: GPUs like
-# multiples of 16. They need long chunks, too.
-_large = dict(memory="mlp", head_dim=0, features="sketch", chunk=512)
+# Sizes, which a preset overrides. `tiny` is Config itself: its memory is a matrix, which on a
+# laptop learns more in the same time than the paper's MLP.
 SIZES = {
     "tiny": dict(),
     "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1, chunk=64),
-    "34m": dict(n_layer=6, n_head=6, n_embd=384, tie=True, **_large),
-    "54m": dict(n_layer=6, n_head=8, n_embd=512, tie=True, **_large),
-    "67m": dict(n_layer=8, n_head=8, n_embd=512, tie=True, **_large),
-    "170m": dict(n_layer=12, n_head=16, n_embd=768, **_large),
-    "195m": dict(n_layer=12, n_head=12, n_embd=768, **_large),
-    "340m": dict(n_layer=24, n_head=16, n_embd=1024, **_large),
-    "760m": dict(n_layer=24, n_head=16, n_embd=1536, **_large),
-    "1.3b": dict(n_layer=18, n_head=8, n_embd=2048, **_large),
 }
+# n_layer, n_head, n_embd; from 170m on those of the paper's Table 7.
+SHAPES = {
+    "34m": (6, 6, 384),
+    "54m": (6, 8, 512),
+    "67m": (8, 8, 512),
+    "170m": (12, 16, 768),
+    "195m": (12, 12, 768),
+    "340m": (24, 16, 1024),
+    "760m": (24, 16, 1536),
+    "1.3b": (18, 8, 2048),
+}
+# Wide heads have too many monomials, so phi is a sketch there, of 1 + D + 79 features: GPUs like
+# multiples of 16. They need long chunks, too.
+for _name, (_layers, _heads, _width) in SHAPES.items():
+    SIZES[_name] = dict(n_layer=_layers, n_head=_heads, n_embd=_width, tie=_width < 768, head_dim=0,
+                        memory="mlp", features="sketch", chunk=512)
+
 # Errors at the token need no short chunks. What grows is their system, of chunk x window pairs.
 SYSTEM = {"tiny": 64, "baby": 128}
 
@@ -155,10 +200,10 @@ def sized(preset, size):
 
 
 def configure(preset="atlas", size="tiny", **overrides):
-    """Return the Config of a preset: Config's defaults < `sized` < `overrides` (fields of Config)."""
+    """Return the Config of a preset: Config's defaults < `sized` < `overrides` (its fields)."""
     for name, known in ((preset, PRESETS), (size, SIZES)):
         if name not in known:
-            raise UserError(f"unknown model or size {name!r}; choose one of {', '.join(known)}")
+            raise UserError(f"no model or size {name!r}; choose one of {', '.join(known)}")
     return Config(**sized(preset, size) | overrides)
 
 
@@ -185,7 +230,7 @@ def compile_function(owner, name, **options):
 
 # ---- the language model
 class SwiGLU(nn.Module):
-    """silu(x Gate) * (x Up) Out, the second half of a block (Shazeer 2020): (.., n_embd) -> (.., n_embd)."""
+    """silu(x Gate) * (x Up) Out, the second half of a block (Shazeer 2020)."""
 
     def __init__(self, config):
         super().__init__()
@@ -204,8 +249,14 @@ class Block(nn.Module):
     def __init__(self, config, number=0):
         super().__init__()
         self.norm1, self.norm2 = Norm(config.n_embd), Norm(config.n_embd)
-        memory = DotMemory if config.features == "exp" else ShardedMemory if config.shard else Memory
-        self.layer = Attention(config) if config.attention else memory(config, number)
+        if config.attention:
+            self.layer = Attention(config)
+        elif config.features == "exp":
+            self.layer = DotMemory(config, number)
+        elif config.shard:
+            self.layer = ShardedMemory(config, number)
+        else:
+            self.layer = Memory(config, number)
         if config.wiring != "lmm":
             self.layer = Wiring(config, self.layer)
         self.mlp = SwiGLU(config)
@@ -218,12 +269,13 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    """A language model: tokens (B, T) -> logits (B, T, vocab_size). Every layer's state comes out and can go in."""
+    """A language model: tokens (B, T) -> logits (B, T, vocab_size). Every layer's state comes out
+    and can go in."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.remat = False                                    # train.py's --remat: backward computes each block again
+        self.remat = False                # train.py's --remat: backward computes each block again
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.norm = Norm(config.n_embd)
@@ -232,12 +284,11 @@ class LM(nn.Module):
 
     def init(self):
         """Set the starting values, of buffers too: a model may have come from meta by to_empty."""
-        for m in self.modules():
-            if isinstance(m, (Norm, Features)):
-                m.init()
         if self.config.tie:
             self.head.weight = self.embed.weight
         for name, m in self.named_modules():
+            if isinstance(m, (Norm, Features)):
+                m.init()
             if isinstance(m, nn.Linear):
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith(".out") else 1.0
                 nn.init.normal_(m.weight, std=scale * m.in_features ** -0.5)
@@ -247,32 +298,37 @@ class LM(nn.Module):
                 m.init()
 
     def forward(self, tokens, state=None, mask=None, reset=None):
-        """Read tokens (B, T), an earlier state or None -> logits (B, T, vocab_size), state after the last token.
-        Any split of a sequence over calls gives the logits of the whole. ValueError if tokens or state do not fit.
+        """Read tokens (B, T), an earlier state or None -> logits (B, T, vocab_size), state after
+        the last token. Any split of a sequence over calls gives the logits of the whole. Raises
+        ValueError if tokens or state do not fit.
 
-        mask (B, T) bool, False at padding: such tokens write nothing, forget nothing, and no token looks at them.
-        Chunks and blocks are those of the batch. One that ends in padding ends there, and a block then writes the steps
-        of the real tokens before. reset (B, T) bool: True where a row begins a new text, with a new memory, at the
-        first token of a chunk (`Memory.forward`)."""
+        mask (B, T) bool, False at padding: such tokens write nothing, forget nothing, and no token
+        looks at them. Chunks and blocks are those of the batch. One that ends in padding ends
+        there, and a block then writes the steps of the real tokens before. reset (B, T) bool: True
+        where a row begins a new text, with a new memory, at the first token of a chunk
+        (`Memory.forward`)."""
         x = self.embed(tokens)
         if state and not tokens.numel():                      # an empty piece
             self.check_state(state, len(tokens))
             return self.head(x), state
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
-        states, remat = [], self.remat and torch.is_grad_enabled()
+
+        states = []
         for block, s in self.with_blocks(state or [None] * len(self.blocks)):
-            args = x, s, mask, reset
-            x, s = checkpoint(block, *args, use_reentrant=False) if remat else block(*args)
+            if self.remat and torch.is_grad_enabled():
+                x, s = checkpoint(block, x, s, mask, reset, use_reentrant=False)
+            else:
+                x, s = block(x, s, mask, reset)
             states.append(s)
         return self.head(self.norm(x)), tuple(states)
 
     def with_blocks(self, states):
-        """Return pairs of a block and its state. Raises ValueError unless there is a state for each."""
-        if hasattr(states, "_fields"):
-            raise ValueError("a model takes a tuple of the states of its layers, not the state of one")
-        if len(states) != len(self.blocks):
-            raise ValueError(f"the state fits another model: its n_layer is {len(states)}, not {len(self.blocks)}")
+        """Return pairs of a block and its state. Raises ValueError unless each has one."""
+        n = len(self.blocks)
+        if hasattr(states, "_fields") or len(states) != n:
+            raise ValueError("a model takes a tuple of the states of its layers; its n_layer is "
+                             f"{len(states)}, not {n}")
         return zip(self.blocks, states)
 
     def check_state(self, state, batch=None):
@@ -281,73 +337,94 @@ class LM(nn.Module):
             check_state(block.layer, s, batch)
 
     def loss(self, tokens, targets, mask=None, reset=None):
-        """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T). Targets of -100, and those of
-        masked tokens, do not count; the last token before padding needs a -100. With `polarise` the loss also holds the
-        attention gates' indecision, times that number. mask and reset: as in `forward`."""
+        """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T). Targets of
+        -100, and those of masked tokens, do not count; the last token before padding needs a -100.
+        With `polarise` the loss also holds the attention gates' indecision, times that number. mask
+        and reset: as in `forward`."""
         if targets.shape != tokens.shape:
-            raise ValueError(f"targets are (B, T) {tuple(tokens.shape)}, not {tuple(targets.shape)}")
-        logits = at_least_float32(self(tokens, None, mask, reset)[0])
-        targets = targets if mask is None else targets.masked_fill(~mask, -100)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+            raise ValueError(f"targets are (B, T) {tuple(tokens.shape)}, not "
+                             f"{tuple(targets.shape)}")
+        logits, _ = self(tokens, None, mask, reset)
+        logits = at_least_float32(logits).flatten(0, 1)
+        if mask is not None:
+            targets = targets.masked_fill(~mask, -100)
+        loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
         loss = loss / (targets != -100).sum().clamp_min(1)    # 0 where nothing is asked for
-        if self.config.polarise:
-            undecided = torch.stack([torch.cat(block.layer.undecided, 1) for block in self.blocks]).mean(0)     # (B, T)
-            real = torch.ones_like(undecided) if mask is None else mask
-            loss = loss + self.config.polarise * (undecided * real).sum() / real.sum()
+
+        for block in self.blocks if self.config.polarise else ():
+            undecided = torch.cat(block.layer.undecided, 1)                  # (B, T)
+            if mask is not None:
+                undecided = undecided[mask]
+            loss = loss + self.config.polarise / len(self.blocks) * undecided.mean()
         return loss
 
     def compile_memory(self, **options):
-        """Compile the memory, SwiGLU and Norm, for the whole process, and attention blocks as a whole."""
+        """Compile the memory, SwiGLU and Norm for the whole process, and attention blocks whole."""
         compile_chunks(**options)
-        for owner, name in ((Memory, "project"), (Memory, "finish"), (SwiGLU, "forward"), (Norm, "forward")):
-            compile_function(owner, name, **options)
+        compile_function(Memory, "project", **options)
+        compile_function(Memory, "finish", **options)
+        compile_function(SwiGLU, "forward", **options)
+        compile_function(Norm, "forward", **options)
         for block in self.blocks:
             if isinstance(block.layer, Attention):
                 block.compile(dynamic=False, **options)
 
     def set_floor(self, done):
-        """Set the least weight of the memories' own output (--memory-floor) for a run of which this share is done."""
-        for layer in (block.layer for block in self.blocks if isinstance(block.layer, Wiring)):
-            layer.set_floor(done)
+        """Set the least weight of the memories' own output (--memory-floor) for a run of which this
+        share is done."""
+        for m in self.modules():
+            if isinstance(m, Wiring):
+                m.set_floor(done)
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
 
-    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, state=None):
-        """Yield the next token (B,) max_new_tokens times, given tokens (B, T), and return the state after the tokens
-        and all drawn ones but the last, which is not read: state = yield from model.generate(..). `state` comes from a
-        text before the tokens. With dropout call eval() first. temperature 0 takes the likeliest token; top_k 0 and
-        top_p 1 are off. Each token costs the same, as long as the state does not grow (`holds_all`). Raises ValueError,
-        at the first token, for an empty prompt, a number below 0 or nan, a top_p above 1."""
+    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None,
+                 state=None):
+        """Yield the next token (B,) max_new_tokens times, given tokens (B, T). Return the state
+        after the tokens and all drawn ones but the last, which is not read: state = yield from
+        model.generate(..). `state` comes from a text before the tokens.
+
+        With dropout call eval() first. temperature 0 takes the likeliest token; top_k 0 and top_p 1
+        are off. Each token costs the same, as long as the state does not grow (`holds_all`). Raises
+        ValueError, at the first token, for an empty prompt, a number below 0 or nan, a top_p above
+        1."""
         if not tokens.numel():
-            raise ValueError("a prompt is (B, T >= 1); to begin with nothing, give the token of a newline")
-        if not (max_new_tokens >= 0 and temperature >= 0 and top_k >= 0 and 0 <= top_p <= 1):      # true of nan
-            raise ValueError(f"at least 0, and top_p to 1, not {max_new_tokens=}, {temperature=}, {top_k=}, {top_p=}")
-        for _ in range(max(1, max_new_tokens)):              # 0 reads the tokens, too
-            with torch.inference_mode(), torch.compiler.set_stance("force_eager"):  # single tokens: too many shapes
-                for piece in tokens.split(1024, -1):          # the logits of a long prompt would fill the memory
+            raise ValueError("a prompt is (B, T >= 1); to begin with nothing, give a newline")
+        numbers = max_new_tokens, temperature, top_k, top_p
+        if not all(a >= 0 for a in numbers) or top_p > 1:     # nan is not
+            raise ValueError("max_new_tokens, temperature, top_k and top_p are at least 0, and "
+                             f"top_p to 1, not {numbers}")
+        for _ in range(max(1, max_new_tokens)):               # 0 reads the tokens, too
+            # compiled, single tokens would have too many shapes
+            with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+                for piece in tokens.split(1024, -1):          # a long prompt has many logits
                     logits, state = self(piece, state)
                 token = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
                 tokens = token[:, None]
             if max_new_tokens:
-                yield token.clone()                           # outside of inference_mode: a tensor like any other
+                yield token.clone()                           # a tensor like any other
         return map_state(torch.clone, state)
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Draw one token for each row of logits (B, V), from the top_k likeliest and the fewest of total mass top_p."""
+    """Draw one token for each row of logits (B, V), from the top_k likeliest and the fewest of
+    total mass top_p."""
     if temperature == 0:
         return logits.argmax(-1)
     logits, order = (logits / max(temperature, 1e-30)).sort(descending=True)
     if top_k:
         logits[:, top_k:] = -torch.inf
     probs = logits.softmax(-1)
-    if top_p < 1:                                             # the token that crosses top_p stays, and the likeliest
-        probs = probs.masked_fill(probs.cumsum(-1) - probs >= max(top_p, 1e-9), 0)
-    return order.gather(1, torch.multinomial(probs, 1, generator=generator))[:, 0]
+    if top_p < 1:                         # the token that crosses top_p stays, and the likeliest
+        above = probs.cumsum(-1) - probs
+        probs = probs.masked_fill(above >= max(top_p, 1e-9), 0)
+    drawn = torch.multinomial(probs, 1, generator=generator)
+    return order.gather(1, drawn)[:, 0]
 
 
 def holds_all(config):
     """Tell whether the state holds every token, so that it grows with the text."""
-    return not config.attn_window if config.attention else config.features == "exp"
-
+    if config.attention:
+        return not config.attn_window
+    return config.features == "exp"
