@@ -10,7 +10,6 @@ Three tasks show the bare rule, and need no checkpoint:
 
     python eval.py online              what window, momentum and Newton-Schulz bring, untrained
     python eval.py capacity --plot     how many pairs features can hold, and one pass stores
-    python eval.py mixing --plot       the matrix P of one chunk
 """
 import copy
 import itertools
@@ -22,13 +21,12 @@ import torch.nn.functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
-import chunks
 import data
 import memory
 import models
 import omega
 import train
-from common import (Halt, Parser, UserError, add_number, add_tasks, picture, run_task, save, say,
+from common import (Halt, Parser, UserError, add_number, add_tasks, picture, run_task, say,
                     seeded, with_task)
 
 
@@ -359,32 +357,12 @@ def capacity_task(args, device):
     return lines
 
 
-def mixing_task(args, device):
-    """Print and draw P of a chunk: row t says with which weight token t reads each pair."""
-    T, window = 16, 4
-    ones = torch.ones(1, T)
-    gates = omega.Gates(0.9 * ones, ones, None, torch.full((1, T, window), 1 / window))
-    P = chunks.coefficients(omega.Rule(window=window, chunk=T), gates).P
-    P = P[0, :, window - 1:]              # without the pairs before the chunk
-    say("P of 16 tokens, window 4, keep 0.9, step 1:")
-    for row in P:
-        say(" ".join(f"{a:.2f}" for a in row))
-    if args.plot:
-        from matplotlib.figure import Figure
-        figure = Figure(figsize=(4.4, 3.4), layout="constrained")
-        ax = figure.add_subplot(title="P: window 4, keep 0.9", xlabel="pair i", ylabel="token t")
-        figure.colorbar(ax.imshow(P, "Blues"), label="weight")
-        save(figure, args.plot)
-    return dict(P=P.tolist())
-
-
-TASKS = dict(loss=loss_task, probe=probe_task, online=online_task, capacity=capacity_task,
-             mixing=mixing_task)
+TASKS = dict(loss=loss_task, probe=probe_task, online=online_task, capacity=capacity_task)
 
 
 def parse(argv=None):
     parser = Parser(prog="eval.py", description=__doc__, usage="python %(prog)s [TASK] [flags]")
-    loss, probe, online, capacity, _ = add_tasks(parser, TASKS, plot=TASKS)
+    loss, probe, online, capacity = add_tasks(parser, TASKS, plot=TASKS)
     where = "checkpoint file, or folder with best.pt or ckpt.pt [out]"
     loss.add_argument("--ckpt", nargs="+", default=["out"], help=where)
     probe.add_argument("--ckpt", default="out", help=where)

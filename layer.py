@@ -413,7 +413,7 @@ def select(state, rows):
 
 # ---- checks of what a layer is given
 DEPENDS = ("attention attn_window chunk degree expansion features forget head_dim memory momentum "
-           "muon muon_every n_head shard window wiring").split()
+           "muon muon_every n_head rope shard window wiring").split()
 
 
 def fits(config):

@@ -87,6 +87,7 @@ class Config:
         0, "tokens in a shard; each has a local memory beside the global one (shards.py); 0: off")
     attn_window: int = opt(
         64, "tokens that attention sees, or of a MAC segment; 0: full attention")
+    rope: bool = opt(True, "rotary positions in attention; --no-rope: it has no positions")
     dropout: float = opt(
         0.0, "dropout on what each block adds to the residual stream, below 1", high=1)
     tie: bool = opt(False, "share the embedding with the output layer")

@@ -4,8 +4,8 @@
                                                               pairs hidden in long noise
     python recall.py                                          short for recall.py mqar
     python recall.py mqar --pairs 2 4 8 --vocab 32 --seq-len 32        many pairs at once
+    python recall.py correlated --head-dim 4 --steps 600      pairs whose keys are alike
     python recall.py mad              the six synthetic tasks of MAD: the paper's Table 4, small
-    python recall.py ablation         the paper's Table 6, small: what is each part worth?
 
 A model is a preset, and may be changed: atlas,memory=mlp,steps=900 (fields of models.Config; steps
 and lr). With --json FILE a campaign keeps each result as it comes. Started again it trains what is
@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import torch
 
-import data
 import models
 import train
 from common import (Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, replacing,
@@ -98,6 +97,32 @@ def needle(batch, n_pairs, seq_len, generator, symbols=16):
     targets = torch.full_like(tokens, -100)
     targets[:, n::2] = values
     return tokens, targets
+
+
+def correlated(batch, n_pairs, family, generator, symbols=16):
+    """Draw pairs whose keys are alike, then all keys in another order, which ask for their values.
+    A key is two tokens, a row and a column. Each text draws `family` rows and columns anew, of
+    `symbols` each, and its keys are different cells of this table. So most keys share a token with
+    several others, and no fixed projection makes them independent. Values may repeat.
+    correlated(1, 3, 2, g, symbols=3), where tokens below 3 are rows and those below 6 columns:
+
+        tokens     2    5    6    1    5    6    1    4    6    1    4    2    5    1    5
+        targets -100 -100 -100 -100 -100 -100 -100 -100 -100 -100    6 -100    6 -100    6
+    """
+    if n_pairs > family ** 2:
+        raise UserError(f"a family of {family} has {family ** 2} keys, not {n_pairs}; raise --family")
+    rows = distinct(batch, family, symbols, generator)
+    columns = symbols + distinct(batch, family, symbols, generator)
+    cell = distinct(batch, n_pairs, family ** 2, generator)
+    keys = rows.gather(1, cell // family), columns.gather(1, cell % family)
+    values = torch.randint(2 * symbols, 3 * symbols, cell.shape, generator=generator)
+    order = distinct(batch, n_pairs, n_pairs, generator)
+
+    pairs = torch.stack([*keys, values], -1).flatten(1)
+    asks = torch.stack([key.gather(1, order) for key in keys], -1).flatten(1)
+    answers = torch.full_like(asks, -100)
+    answers[:, 1::2] = values.gather(1, order)
+    return torch.cat([pairs, asks], 1), torch.cat([torch.full_like(pairs, -100), answers], 1)
 
 
 # ---- the tasks of MAD (Poli et al. 2024, arXiv 2403.17844, https://github.com/athms/mad-lab),
@@ -390,6 +415,14 @@ def mqar_task(args, device):
     say("by guessing: 1 / pairs")
 
 
+def correlated_task(args, device):
+    """Ask for pairs whose keys share tokens. Train on all numbers of --pairs in turn."""
+    draws = {n: partial(correlated, args.batch_size, n, args.family) for n in args.pairs}
+    task = Task("correlated", 48, list(draws.values()), draws)
+    campaign(args, partial(score, task, args, device), args.pairs, "pairs")
+    say("by guessing: 0.06")
+
+
 def mad_task(args, device):
     """Train a model on each of the six tasks of MAD: the paper's Table 4, small."""
     def trial(model, seed):
@@ -404,57 +437,20 @@ def mad_task(args, device):
     say("by guessing: " + ", ".join(chances))
 
 
-ABLATION = {  # what is changed: by how much the paper's perplexity rises. Ours begins at a matrix
-    "atlas": None, "atlas,memory=mlp": -1.06, "atlas++": -1.50, "atlas,muon=False": -0.32,
-    "atlas,momentum=False": None, "atlas,window=1": 2.01, "atlas,features=none": 2.17,
-    "atlas,conv=False": None, "atlas,keep=False": None, "atlas,wiring=mag": -0.07,
-    "atlas,wiring=mal": 0.29}
-
-
-def ablation_task(args, device):
-    """Train each row of the paper's Table 6, small, on tiny Shakespeare and to recall 16 pairs."""
-    args.model = list(ABLATION)
-    corpus = data.read("shakespeare")
-    tokenizer = data.make_tokenizer("char", corpus.text)
-    ids, val = corpus.splits(tokenizer, args.seq_len)
-    pairs = [partial(mqar, 2 * args.batch_size, n, n, 64, 64) for n in (2, 4, 8, 16)]
-    task = Task("mqar", 64, pairs, {"16 pairs": pairs[-1]})
-
-    def trial(name, seed):
-        def draw(number, period):
-            return data.batch(ids, seed, number, args.batch_size, args.seq_len)
-
-        model = trained(name, seed, args, device, tokenizer.vocab_size, draw, "text")
-        loss = train.evaluate(model, val, args.seq_len, args.batch_size, 128)
-        return {"text": loss} | score(task, args, device, name, seed)
-
-    found = campaign(args, trial, ["text", "16 pairs"])
-    say(f"text: {corpus.used}")
-    for name, paper in ABLATION.items():
-        pairs = zip(found[name], found["atlas"])
-        more = [a["scores"]["text"] - b["scores"]["text"] for a, b in pairs]  # seed by seed
-        line = f"{name:24} text {statistics.mean(more):+.3f} nats"
-        if paper is not None:
-            line += f"   paper {paper:+.2f} perplexity"
-        say(line)
-
-
-TASKS = dict(needle=needle_task, mqar=mqar_task, mad=mad_task, ablation=ablation_task)
+TASKS = dict(needle=needle_task, mqar=mqar_task, correlated=correlated_task, mad=mad_task)
 
 
 def parse(argv=None):
     parser = Parser(prog="recall.py", description=__doc__, usage="python %(prog)s [TASK] [flags]")
-    tasks = list(add_tasks(parser, TASKS, plot=("needle", "mqar")))
-    needle, mqar, _, ablation = tasks
+    tasks = list(add_tasks(parser, TASKS, plot=("needle", "mqar", "correlated")))
+    needle, mqar, correlated, _ = tasks
     for task, steps in zip(tasks, (1200, 300, 600, 600)):
         task.set_defaults(mark='"records"')                   # `read_records` looks closer
-        if task is not ablation:
-            task.add_argument("--model", nargs="+", default=["atlas"],
-                              help="presets, changed or not [atlas]")
+        task.add_argument("--model", nargs="+", default=["atlas"],
+                          help="presets, changed or not [atlas]")
         add_number(task, "--seeds", 0, [1337], "of weights and data")
         add_number(task, "--steps", 1, steps, "of training")
-        batch_size = 16 if task is ablation else 32
-        add_number(task, "--batch-size", 1, batch_size, "sequences at a time")
+        add_number(task, "--batch-size", 1, 32, "sequences at a time")
         add_number(task, "--lr", 0.0, 5e-3, "peak learning rate of AdamW")
         add_flags(task, "the network; in [] is what atlas has", models.Config,
                   models.sized("atlas", "tiny") | SMALL, skip=train.NO_FLAG)
@@ -462,7 +458,8 @@ def parse(argv=None):
     add_number(mqar, "--pairs", 1, [4], "in a text")
     add_number(mqar, "--vocab", 4, 16, "size of the vocabulary; half of it are values")
     add_number(mqar, "--seq-len", 1, 24, "tokens of a text")
-    add_number(ablation, "--seq-len", 1, 128, "tokens of a text")
+    add_number(correlated, "--pairs", 1, [4, 8, 16], "in a text")
+    add_number(correlated, "--family", 1, 4, "rows and columns of keys in a text")
     return parser.parse_args(with_task(argv, "mqar"))
 
 

@@ -826,6 +826,15 @@ def band(T, window):
     return seen.triu(1 - window) if window else seen
 
 
+@pytest.mark.parametrize("rope", [True, False])
+def test_positions_are_rope(rope):
+    """Catches --no-rope that still knows the order of the tokens before, RoPE that does not."""
+    model, x = shaken(made("transformer", n_layer=1, rope=rope)), tokens(2, 9)
+    mixed = torch.cat([x[:, :-1].flip(1), x[:, -1:]], 1)
+    a, b = model(x)[0][:, -1], model(mixed)[0][:, -1]
+    assert torch.allclose(a, b) != rope
+
+
 def test_attention_piece_by_piece():
     """Catches keys missing or doubled where a piece of a long text ends."""
     q, k, v = (randn(1, 2, 605, 4) for _ in range(3))
@@ -1242,6 +1251,16 @@ def compression_answers(row):
     return [-100] * 32 + [row[place - 16] for place in row[32:]]
 
 
+def correlated_answers(row):
+    """Look up in the triples of row, column and value what the pairs at the end ask for."""
+    n = len(row) // 5
+    values = {tuple(row[i:i + 2]): row[i + 2] for i in range(0, 3 * n, 3)}
+    answers = [-100] * 3 * n
+    for i in range(3 * n, 5 * n, 2):
+        answers += [-100, values[tuple(row[i:i + 2])]]
+    return answers
+
+
 def copying_answers(row):
     return [-100] * (row.index(15) + 1) + [token for token in row if token < 14]
 
@@ -1258,7 +1277,9 @@ def memorization_answers(row):
 
 NEEDLE = partial(recall.needle, n_pairs=4, seq_len=64)
 MQAR = partial(recall.mqar, n_pairs=4, n_queries=3, vocab=16, seq_len=24)
-TASKS = dict(recall.MAD, needle=(NEEDLE, 49, 0), mqar=(MQAR, 16, 0))
+CORRELATED = partial(recall.correlated, n_pairs=9, family=4)
+TASKS = dict(recall.MAD, needle=(NEEDLE, 49, 0), mqar=(MQAR, 16, 0),
+             correlated=(CORRELATED, 48, 0))
 ANSWERS = {
     "mqar": mqar_answers,
     "needle": needle_answers,
@@ -1268,6 +1289,7 @@ ANSWERS = {
     "fuzzy-recall": partial(recall_answers, motif=3),
     "memorization": memorization_answers,
     "selective-copying": copying_answers,
+    "correlated": correlated_answers,
 }
 
 
@@ -1629,7 +1651,7 @@ sample --ckpt run --device cpu --prompt \u00e9      \u00e9
 sample --top-p 1.1                                  --top-p
 eval --ckpt gone                                    gone
 eval capacity --json run                            run
-eval mixing --json words                            words
+eval online --json words                            words
 recall mar                                          mqar
 recall mqar --window 0                              --window
 recall mqar --pairs 1 7                             vocab
@@ -1714,8 +1736,7 @@ def test_losses_of_a_checkpoint(trained, text, capsys):
     ("bench layer --model omeganet transformer --lengths 8 16 --minutes 0 --width 64", 4),
     ("bench rule --length 16 --minutes 0 --width 64", 8),
     ("bench peers --length 16 --minutes 0 --width 64", 5),
-    ("eval online --pairs 3 5", 24),
-    ("eval mixing", 1)])
+    ("eval online --pairs 3 5", 24)])
 def test_a_table_is_whole(line, n, tmp_path):
     """Catches a task that fails, or lacks a row."""
     file = tmp_path / "b.json"
@@ -1857,7 +1878,7 @@ def test_commands_in_documents_parse():
     assert len(commands) > 30
     for program, flags in commands:
         if program in PROGRAMS:
-            argv = shlex.split(flags.replace("NAME", "mixing"))
+            argv = shlex.split(flags.replace("NAME", "online"))
             said = help_of(program, *argv)
             for flag in argv:
                 assert not flag.startswith("--") or flag in said, (program, flags)

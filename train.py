@@ -36,7 +36,7 @@ from muon import newton_schulz
 
 RANK = int(os.environ.get("RANK", 0))                         # torchrun sets both
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
-FORMAT = 8                                                    # of checkpoints
+FORMAT = 9                                                    # of checkpoints
 EVAL_WINDOWS = 64                                             # of a validation while training
 REPORT_TOKENS = 2_000_000                                     # of validation at the end, at most
 SAMPLE = 200                                                  # tokens of the sample at the end
@@ -105,7 +105,6 @@ KEPT = ["model", "tokenizer"]                                 # --init keeps the
 # On --resume these hold if they are given; any other flag must be that of the checkpoint.
 ANEW = ("resume out device dtype compile threads data steps lr outer_muon_lr eval_every log_every "
         "remat wandb plot").split()
-
 
 
 def settings(given, old=None):
@@ -353,6 +352,7 @@ def load_checkpoint(path, text=True):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if ckpt["format"] != FORMAT or text and "tokenizer" not in ckpt:
             raise ValueError("of another format or program")
+        Config(**ckpt["config"])                              # TypeError for a field that it lacks
     except Exception as fault:                                # its type depends on what the file is
         raise UserError(f"cannot load {path} ({fault!r:.99}): missing, damaged, "
                         "or not made by this train.py")
@@ -367,6 +367,8 @@ def rebuild(ckpt, config=None):
         model.load_state_dict(ckpt["model"])
     except RuntimeError:
         raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes")
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise UserError(f"the weights of {ckpt['path']} are not finite; give an earlier checkpoint")
     model.set_floor((ckpt["step"] - 1) / ckpt["train"]["steps"])
     tokenizer = Tokenizer(**ckpt["tokenizer"]) if "tokenizer" in ckpt else None
     return model, tokenizer

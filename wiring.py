@@ -88,8 +88,8 @@ def attend(q, k, v, window, prefix=None, docs=None):
 
 
 class Attention(nn.Module):
-    """Causal softmax attention, full or with a sliding window, with RoPE and normalised queries and
-    keys. The baseline. The window counts the token itself. In MAC there is no window, and two
+    """Causal softmax attention, full or with a sliding window, with normalised queries and keys, and
+    with RoPE unless config.rope is False. The baseline. The window counts the token itself. In MAC there is no window, and two
     tokens share each position; it answers the second."""
 
     def __init__(self, config):
@@ -119,7 +119,8 @@ class Attention(nn.Module):
             state = AttentionState(k[:, :, :0], v[:, :, :0], 0, fits(self.config))
         if prefix is not None:
             _, *prefix = (a.expand(len(x), -1, -1, -1) for a in self.project(prefix[None]))
-        q, k = rope(state.pos, q, k, each=self.each)                         # choice 17
+        if self.config.rope:
+            q, k = rope(state.pos, q, k, each=self.each)                     # choice 17
         k = torch.cat([state.k.to(k.dtype), k], 2)
         v = torch.cat([state.v.to(v.dtype), v], 2)
         docs = number(x, mask, reset, state.docs, state.k.shape[2])
