@@ -21,7 +21,7 @@ import chunks
 from common import UserError, check, opt
 from dot import DotMemory
 from layer import CHOICES, Memory, Norm, check_settings, check_state, map_state
-from memory import at_least_float32
+from memory import LOSSES, MEMORIES, at_least_float32
 from poly import Features, features_dim
 from shards import ShardedMemory
 from wiring import WIRINGS, Attention, Wiring
@@ -45,12 +45,12 @@ class Config:
     persistent: int = opt(4, "MAG, MAL and MAC only: learned tokens before the sequence")
     memory: str = opt(
         "linear", "what the memory is: a matrix, an MLP (Eq 42) or a gated MLP (Eq 43)",
-        CHOICES["memory"])
+        MEMORIES)
     expansion: int = opt(
         4, "hidden width of an MLP memory, in multiples of --head-dim", low=1)
     loss: str = opt(
         "l2", "inner loss (attentional bias); with dot what an MLP adds is normalised (RMS)",
-        CHOICES["loss"])
+        LOSSES)
     window: int = opt(
         8, "tokens that the Omega rule looks back on (the paper's c); 1: Titans", low=1)
     chunk: int = opt(16, "tokens that share one gradient point (the paper's b)", low=1)
