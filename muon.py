@@ -20,7 +20,7 @@ The outer optimizer of the same name is in train.py.
 import torch
 
 COEFFICIENTS = {
-    "muon": (3.4445, -4.7750, 2.0315),                        # steep at 0: small singular values grow 3.4x a step
+    "muon": (3.4445, -4.7750, 2.0315),                        # steep at 0: small ones grow 3.4x
     "cubic": (1.5, -0.5, 0.0),                                # converges to U V^T
 }
 GRAM_STEPS = 3                                                # steps on one Gram matrix

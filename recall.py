@@ -110,7 +110,8 @@ def correlated(batch, n_pairs, family, generator, symbols=16):
         targets -100 -100 -100 -100 -100 -100 -100 -100 -100 -100    6 -100    6 -100    6
     """
     if n_pairs > family ** 2:
-        raise UserError(f"a family of {family} has {family ** 2} keys, not {n_pairs}; raise --family")
+        raise UserError(f"a family of {family} has {family ** 2} keys, not {n_pairs}; "
+                        "raise --family")
     rows = distinct(batch, family, symbols, generator)
     columns = symbols + distinct(batch, family, symbols, generator)
     cell = distinct(batch, n_pairs, family ** 2, generator)
