@@ -1,5 +1,5 @@
-"""common.py - what all programs share: settings that become flags, one-line errors, files,
-pictures, the device."""
+"""common.py - what all programs share: one-line errors, settings that become flags, files,
+pictures and the device."""
 import argparse
 import csv
 import importlib.util
@@ -16,16 +16,16 @@ import torch
 
 # ---- errors and lines
 class UserError(ValueError):
-    """Tell a user's mistake in one line that names the fault and the remedy. The exit code is 2."""
+    """A user's mistake, told in one line that names the fault and the remedy. Exit code 2."""
 
 
 class Halt(Exception):
-    """End a program for another reason, told in one line. Saved files are intact. The exit code
-    is 1."""
+    """Another reason to stop, told in one line. Saved files are intact. Exit code 1."""
 
 
 def say(text, end="\n", flush=True):
-    """Print a line. A run outlives its reader, as in `| head`: it still has files to save."""
+    """Print a line. Where nobody reads on, as after `| head`, the program continues in silence: it
+    still has files to save."""
     try:
         print(text, end=end, flush=flush)
     except OSError:
@@ -40,9 +40,9 @@ def tell(text):
 
 @contextmanager
 def noted_signals(promise, alone=True):
-    """Yield a list to which the numbers of Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 (Slurm sends it
-    before the end) are added. `promise` tells what happens next. A second Ctrl-C stops at once, if
-    the process is alone."""
+    """Yield a list that collects the numbers of arriving signals: SIGINT (Ctrl-C), SIGTERM, SIGHUP
+    and SIGUSR1 (which Slurm sends before it ends a job). `promise` says what happens next. A second
+    Ctrl-C stops at once, unless other processes take part (alone=False)."""
     noted, before = [], {}
 
     def note(number, frame):
@@ -88,8 +88,8 @@ DEVICES = ["auto", "cpu", "cuda", "mps"]
 
 
 def opt(default, help, choices=None, low=0, high=2**31):
-    """Return a dataclass field that is a flag with this help. `check` accepts numbers from low on,
-    below high."""
+    """Return a dataclass field that is also a flag with this help. `check` accepts numbers with
+    low <= number < high."""
     return field(default=default, metadata=dict(help=help, choices=choices, range=(low, high)))
 
 
@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(usage=usage, allow_abbrev=False, formatter_class=layout, **how)
 
     def parse_args(self, argv=None):
-        """Return the flags. An empty value, as of an unset $OUT, is a mistake, unless it is the
+        """Return the flags. An empty value, as from an unset $OUT, is a mistake unless it is the
         default."""
         args = super().parse_args(argv)
         for name, value in vars(args).items():
@@ -132,8 +132,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser, title, cls, presets, skip=()):
-    """Add a group of flags, one for each field of a dataclass. One that was not given is absent
-    from the result."""
+    """Add a group of flags, one for each field of a dataclass. presets: the defaults that --help
+    shows, where they differ from the fields'. The parsed result has only the flags that were
+    given."""
     group = parser.add_argument_group(title)
     for f in fields(cls):
         if f.name in skip:
@@ -147,8 +148,8 @@ def add_flags(parser, title, cls, presets, skip=()):
 
 
 def add_number(parser, name, low, usual, help, high=2**31 - 1):
-    """Add a flag for a number in [low, high], whole if low is. It takes several numbers if
-    `usual`, the default, is a list."""
+    """Add a flag for a number in [low, high], an integer if low is one. It takes several numbers
+    if its default, `usual`, is a list."""
     def number(text):
         value = type(low)(text)
         if not low <= value <= high:                          # nan is not, either
@@ -167,13 +168,13 @@ def add_device(parser, threads=0):
 
 
 def add_tasks(parser, tasks, plot, threads=0):
-    """Add a subcommand for each of tasks, {name: function}. All have --json, and those that `plot`
-    names have --plot. Each file of --json holds the `mark` of its program. Return the parsers of
-    the subcommands."""
+    """Add a subcommand for each of tasks, {name: function}. All take --json, those named in `plot`
+    also take --plot. A file of --json holds the `mark` of its program, by which `check_output`
+    knows it again. Return the parsers of the subcommands."""
     group = parser.add_subparsers(metavar="TASK", dest="task", prog=parser.prog)
     for name, run in tasks.items():
         task = group.add_parser(name, help=run.__doc__, description=run.__doc__)
-        task.set_defaults(run=run, plot=None, mark=f'"{parser.prog}"')
+        task.set_defaults(run=run, plot=None, mark=parser.prog)
         task.add_argument("--json", metavar="FILE", help="keep the results there")
         if name in plot:
             task.add_argument("--plot", nargs="?", const=f"{name}.png", help="draw them [TASK.png]")
@@ -182,7 +183,7 @@ def add_tasks(parser, tasks, plot, threads=0):
 
 
 def with_task(argv, usual):
-    """Return the arguments of a program, those of its `usual` task if they name none."""
+    """Return the arguments of a program, with its `usual` task in front if they name none."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and (argv[0] == "--help" or not argv[0].startswith("--")):
         return argv
@@ -195,17 +196,15 @@ def chosen(values, cls):
 
 
 def run_task(parse, argv):
-    """Run the task that the flags name on their device, and keep what it returns with --json.
-    Return the exit code."""
+    """Run the task that the flags name, and write what it returns to the file of --json. Return the
+    exit code."""
     def run():
         args = parse(argv)
         check_picture(args.plot)
         check_output(args.json, args.mark)
         results = args.run(args, setup(args.device, args.threads))
         if args.json and results:
-            results = dict(program=args.mark.strip('"'), **results)
-            with replacing(Path(args.json)) as temporary:
-                temporary.write_text(json.dumps(results, indent=1))
+            write_json(args.json, dict(program=args.mark, **results))
 
     return exit_code(run)
 
@@ -213,8 +212,8 @@ def run_task(parse, argv):
 # ---- files and pictures
 @contextmanager
 def replacing(path):
-    """Yield a temporary name beside `path`, and rename it at the end. A crash leaves the old file
-    or the new one."""
+    """Yield a temporary path beside `path` to write to, and rename it at the end. So a crash leaves
+    either the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -225,37 +224,41 @@ def replacing(path):
 
 
 def save_file(path, tree):
-    """Save with torch.save. Raises Halt where the file cannot be written."""
+    """Save a tree of tensors with torch.save. Raises Halt if the file cannot be written."""
     try:
         with replacing(path) as temporary:
             torch.save(tree, temporary)
-    except (OSError, RuntimeError) as fault:                  # torch's way to tell of a full disk
+    except (OSError, RuntimeError) as fault:                  # RuntimeError: torch on a full disk
         raise Halt(f"cannot write {path} ({fault}); make room; older files are intact")
 
 
+def write_json(path, tree):
+    with replacing(Path(path)) as temporary:
+        temporary.write_text(json.dumps(tree, indent=1))
+
+
 def check_output(path, mark):
-    """Return whether a file is there. Raises UserError where it cannot be written, or has not the
-    mark of this program, which did not write it then. Called before the work begins."""
+    """Raise UserError if a file cannot be written, or exists without `mark`: then another program
+    wrote it. Call it before the work begins. No path: nothing to check."""
     if not path:
-        return False
+        return
     path = Path(path)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(f"cannot write {path}; give another file, or make its folder")
     if path.exists() and mark.encode() not in path.read_bytes():
         raise UserError(f"{path} was not written by this program; give another file")
-    return path.exists()
 
 
 def check_picture(path):
-    """Raise UserError where `picture` cannot draw."""
+    """Raise UserError if `picture` could not draw to this path."""
     need("matplotlib", path)
     check_output(path, "Matplotlib")
 
 
 @contextmanager
 def locked(folder):
-    """Make a folder and hold it for this process. Raises UserError where no file can be written, or
-    where another process holds the folder. The kernel frees the lock of a killed process."""
+    """Make a folder and lock it for this process. Raises UserError if the folder cannot be written
+    or another process has locked it. The kernel frees the lock of a killed process."""
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -267,28 +270,29 @@ def locked(folder):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"--out {folder} is in use; give another, or end that run")
-    except (ImportError, OSError):                            # Windows, some network disks
+    except (ImportError, OSError):                            # no locks: Windows, network disks
         pass
     try:
         yield
     finally:
         lock.close()
         path.unlink(missing_ok=True)
-        with suppress(OSError):                               # it is empty only after a mistake
+        with suppress(OSError):                               # fails unless the folder is empty
             folder.rmdir()
 
 
 def need(package, wanted=True):
-    """Raise UserError where an optional package is wanted and missing; called before the work
+    """Raise UserError if an optional package is wanted but missing. Call it before the work
     begins."""
     if wanted and not importlib.util.find_spec(package):
         raise UserError(f"this needs {package}: pip install {package}")
 
 
 def picture(path, lines, x, y, log="", level=None, marked=None):
-    """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with error bars. x, y name the axes; those
-    in `log` are logarithmic. `level` is a dotted line. marked, (x, label), is a vertical one. No
-    path: no picture."""
+    """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with error bars, as a .png file. x and y
+    are the names of the axes; axes whose letter is in `log` are logarithmic. level: the height of a
+    dotted line, the score of guessing. marked: (x, label) of a vertical line. No path: no
+    picture."""
     if not path:
         return
     from matplotlib.figure import Figure
@@ -307,19 +311,14 @@ def picture(path, lines, x, y, log="", level=None, marked=None):
         axes.set_yscale("log")
     axes.set(xlabel=x, ylabel=y)
     figure.legend(loc="outside upper center", fontsize=8, ncols=2)
-    save(figure, path)
-
-
-def save(figure, path):
-    """Write a figure of matplotlib as a .png file."""
     with replacing(Path(path)) as temporary:
         figure.savefig(temporary, dpi=100, format="png")
     say(f"wrote {path}")
 
 
 def plot(folders, columns=("loss", "val"), y="loss [nats/token]"):
-    """Draw columns of OUT/log.csv over their steps, for each of several runs. Raises UserError for
-    a damaged log."""
+    """Draw these columns of OUT/log.csv over the steps, for each of several runs. Raises UserError
+    for a damaged log."""
     path = f"{folders[0]}/curves.png"
     check_picture(path)
     lines = {}
@@ -328,7 +327,7 @@ def plot(folders, columns=("loss", "val"), y="loss [nats/token]"):
             with open(f"{out}/log.csv") as file:
                 rows = list(csv.DictReader(file))
             for name in columns:
-                found = [row for row in rows if row.get(name)]      # not each step has a "val"
+                found = [row for row in rows if row.get(name)]      # most rows have no "val"
                 if found:
                     steps = [int(row["step"]) for row in found]
                     lines[f"{out}: {name}"] = steps, [float(row[name]) for row in found]
@@ -341,18 +340,23 @@ def plot(folders, columns=("loss", "val"), y="loss [nats/token]"):
 
 # ---- the device, random numbers
 def seeded(number):
-    """Return a generator of random numbers."""
+    """Return a generator of random numbers with this seed."""
     return torch.Generator().manual_seed(number)
 
 
-def setup(name, threads=0):
-    """Return the torch.device of a --device, and set torch up for speed. Call it before the first
-    product."""
+def seeded_batch(seed, number, test=False):
+    """Return the generator of batch `number` of a run. Training and test share no generator."""
+    return seeded(2 * (1_000_003 * seed + number) + test)
+
+
+def setup(name, threads):
+    """Return the torch.device that --device names, and set torch's global options. Call it before
+    the first matrix product."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if not torch.get_device_module(name).is_available():
         raise UserError(f"--device {name}: torch finds no such device here; use --device cpu")
-    torch.set_flush_denormal(True)                            # gates decay below 1e-38: cores crawl
+    torch.set_flush_denormal(True)                            # numbers below 1e-38 slow a CPU down
     torch.set_num_threads(threads or torch.get_num_threads())
     if name == "cuda":
         torch.set_float32_matmul_precision("high")            # TF32
@@ -360,8 +364,8 @@ def setup(name, threads=0):
 
 
 def native_bfloat16(device):
-    """Tell whether the device has instructions for bfloat16. A CPU without them takes many times as
-    long."""
+    """Return whether the device has instructions for bfloat16. Without them a CPU is many times
+    slower in bfloat16 than in float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability() >= (8, 0)
     if device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):    # torch 2.9
@@ -371,12 +375,13 @@ def native_bfloat16(device):
 
 
 def pick_dtype(name, device):
-    """Return the torch.dtype of a --dtype."""
+    """Return the torch.dtype that --dtype names."""
     if name == "auto":
         name = "bfloat16" if native_bfloat16(device) else "float32"
     return getattr(torch, name)
 
 
 def autocast(device, dtype):
-    """Run products outside of the memory in bfloat16, if that is the dtype."""
+    """Return a context in which products are in bfloat16 if that is the dtype. The memory leaves it
+    on a CPU (layer.Memory)."""
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)

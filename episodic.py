@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import train
 from common import (Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, opt, plot,
-                    say, seeded)
+                    say, seeded, seeded_batch)
 from data import split
 from models import Config, Memory, sized
 
@@ -155,7 +155,7 @@ class Episodes(Watched):
     def draw(self, number, n, test):
         """Yield n batches of an episode: kind; tokens whole; tokens masked; the masked ones, else
         -100; (B, T) each."""
-        random = seeded(2 * (1_000_003 * self.tc.seed + number) + test)
+        random = seeded_batch(self.tc.seed, number, test)
         for _ in range(n):
             kind = "language"
             shown, may = self.draw_text(random, test)         # drawn even where sums take its place

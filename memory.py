@@ -8,26 +8,27 @@ The paper's matrices act on columns: its W_2, W_1 of Eq 42 are W1, W2 here, and 
 Eq 43 are W1, W2, W3. x = phi(k) is a row of E features. The residual r is k itself, of dimension D
 (choice 9). A query reads with phi(q) and q. W is a tuple of matrices, the fast weights: each
 sequence and head has its own. The inner loop (omega.py) changes W at test time. W starts from M0, a
-parameter of the outer loop like any other. All this is plain torch, so autograd goes through it.
+parameter like any other, which the outer loop trains. All this is plain torch, so autograd
+differentiates through it.
 
 Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
 
     code       ATLAS        Titans        meaning
     M, W, M0   M_t, M_0     M_t, M_0      fast weights of a sequence and head; their learned start
     S          S_t          S_t           momentum of the gradients
-    U, due     -            -             steps of a block that wait: decayed sums of step S and of
-                                          step (choice 15)
-    O          (S'_t)       -             NewtonSchulz(U). A block's end subtracts due O; with
-                                          error = "token" O in another length; without
+    U, due     -            -             the steps of a block that are not yet written: decayed
+                                          sums of step S, and of step alone (choice 15)
+    O          (S'_t)       -             NewtonSchulz(U). At a block's end W loses due O; with
+                                          error = "token" O of another length; without
                                           Newton-Schulz U itself (choices 15, 24)
     keep       alpha_t      1 - alpha_t   fraction of the memory retained, in [0, 1]
     step       eta_t        -             inner step size, > 0  (choice 4)
     momentum   theta_t      eta_t         momentum decay, in [0, 1)
     gate       gamma_i^(t)  theta_t       weight of the i-th window token at step t: `window` values
-                                          a token. (Titans' step stands inside of S, as gate does,
-                                          and its S has the other sign)
-    window     c            1             tokens the Omega rule looks back on
-    chunk      b            b             tokens that share one anchor
+                                          per token. (In Titans the step is inside of S, as gate
+                                          is here, and S has the other sign.)
+    window     c            1             tokens that the Omega rule looks back on
+    chunk      b            b             tokens that learn together, from one anchor
     degree     p            -             polynomial degree of phi
 
     B batch   H heads   N = B H   T tokens   D head dim   E features, the dim of phi(k)
@@ -41,7 +42,7 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 
-# A new memory needs lines in shapes, hidden and gradients; a new loss in loss and error.
+# To add a memory, extend shapes, hidden and gradients; to add a loss, loss and error.
 MEMORIES = ("linear", "mlp", "gated")
 LOSSES = ("l2", "dot", "huber", "lp")
 EPS = 1e-6                                              # of the norm inside the memory (choice 11)
@@ -49,12 +50,12 @@ LP = 3                                                  # MIRAS' Moneta: |y - v|
 
 
 def without_autocast(x):
-    """Return a context without autocast, which the meta device has not."""
+    """Return a context without autocast on the device of x. (The meta device has no autocast.)"""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def at_least_float32(x):
-    """Return x, raised to float32 if it is bfloat16 or half: in bfloat16 a keep of 0.999 is 1."""
+    """Return x, as float32 if it was bfloat16 or half: in bfloat16 a keep of 0.999 would be 1."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -64,20 +65,20 @@ def unit(x):
 
 
 def shapes(kind, e, width, d):
-    """Return the shapes of W, from e features through `width` hidden units to d outputs."""
+    """Return the shapes of the matrices W: e features, `width` hidden units, d outputs."""
     if kind == "linear":
         return [(e, d)]
     return firsts(kind) * [(e, width)] + [(width, d)]
 
 
 def firsts(kind):
-    """Return how many matrices of the memory read x itself."""
+    """Return how many of the matrices, the first ones of W, read x itself."""
     return 2 if kind == "gated" else 1
 
 
 def hidden(kind, x, read):
-    """Return what enters the last matrix; read(i, rows) multiplies rows by matrix i. Raises
-    ValueError for an unknown memory."""
+    """Return what enters the last matrix of the memory when x enters the first. read(i, rows)
+    returns rows times matrix i. Raises ValueError for an unknown memory."""
     if kind == "linear":
         return x
     if kind == "mlp":
@@ -88,7 +89,7 @@ def hidden(kind, x, read):
 
 
 def reads(W):
-    """Return the function that `hidden` takes, for matrices W."""
+    """Return the function read(i, rows) of `hidden` for matrices W."""
     def read(i, rows):
         return rows @ W[i]
 
@@ -102,7 +103,7 @@ def apply(kind, W, x, r, norm=False):
 
 
 def size(kind, W, x):
-    """Return |a|^2, at least 0.5, of what enters the last matrix as a: x (.., T, E) -> (.., T)."""
+    """Return |a|^2, at least 0.5, where a is what enters the last matrix: x (.., T, E) -> (.., T)."""
     return hidden(kind, x, reads(W)).square().sum(-1).clamp_min(0.5)
 
 
@@ -145,14 +146,14 @@ def error(kind, y, v):
 
 
 def target(kind, loss_kind, r, v):
-    """Return the target of the last matrix's output: v - r for a memory with a residual r. The dot
-    loss keeps v."""
+    """Return the target of what the last matrix says: v, or v - r if the memory adds a residual r.
+    With the dot loss it is v, because its gradient does not depend on r."""
     return v if kind == "linear" or loss_kind == "dot" else v - r
 
 
 def output_error(loss_kind, f, v, norm):
-    """Return dl/df. With `norm` the loss sees n = f / RMS(f), and dl/df = (e - n mean(n e)) / RMS(f)
-    with e = dl/dn."""
+    """Return dl/df, f being what the last matrix says. With `norm` the loss sees n = f / RMS(f);
+    then dl/df = (e - n mean(n e)) / RMS(f), where e = dl/dn."""
     if not norm:
         return error(loss_kind, f, v)
     scale = (f.square().mean(-1, keepdim=True) + EPS).rsqrt()
@@ -162,11 +163,12 @@ def output_error(loss_kind, f, v, norm):
 
 
 def gradients(kind, loss_kind, W, x, v, norm=False, last=None):
-    """Return the gradient of every pair's loss at fixed weights W: backpropagation written out.
+    """Return the gradient of each pair's loss at fixed weights W: backpropagation written out.
 
-    That of a matrix is an outer product, dl/dW[i] = a^T d. W (N, in, out) each, x (N, n, E),
-    v (N, n, D) as `target` gives it -> of each matrix (a, d): its inputs (N, n, in) and the errors
-    of its outputs (N, n, out). last(a), if given, returns the d of the last matrix."""
+    The gradient of a matrix is an outer product, dl/dW[i] = a^T d: a is its input and d the error
+    of its output. W: matrices (N, in, out); x (N, n, E); v (N, n, D) from `target` -> a list with
+    (a, d) of each matrix, (N, n, in) and (N, n, out). last: a function of a that computes d of the
+    last matrix in another way."""
     def at_W(a):
         return output_error(loss_kind, a @ W[-1], v, norm and kind != "linear")
 

@@ -1,12 +1,12 @@
-"""models.py - from tokens to logits: configuration, the language model, models and sizes as data.
+"""models.py - from tokens to logits: the configuration, the presets and sizes, the language model.
 
     block(x) = x + layer(norm(x)),  then  x + SwiGLU(norm(x))               ATLAS Figure 3 (left)
     layer    = a memory that learns at test time (Figure 3, right), attention, or both (wiring.py)
 
 There are two loops. The outer loop (train.py) learns every nn.Parameter, among them M0, where each
-memory starts. The inner loop (omega.py) runs inside forward: from M0 at the beginning of a sequence
-on it changes only the fast weights W of that sequence, and the `state` that forward returns holds
-what it learned.
+memory starts. The inner loop (omega.py) runs inside of forward. It starts from M0 at the beginning
+of a sequence and changes only the fast weights W of that sequence; the `state` that forward returns
+holds them.
 """
 import math
 import re
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import chunks
 from common import UserError, check, opt
 from dot import DotMemory
-from layer import CHOICES, Memory, Norm, check_settings, check_state, map_state
+from layer import CHOICES, Memory, Norm, check_settings, map_state
 from memory import LOSSES, MEMORIES, at_least_float32
 from poly import Features, features_dim
 from shards import ShardedMemory
@@ -32,35 +32,35 @@ FEATURES = (*Memory.features, *DotMemory.features)
 # ---- configuration
 @dataclass
 class Config:
-    """Everything that rebuilds the network. The fields are flags of train.py, and the checkpoint
-    holds them. Those of the memory are layer.settings."""
-    vocab_size: int = opt(65, "number of tokens; set from the tokenizer", low=1)
+    """Everything needed to rebuild the network. Each field is a flag of train.py and is saved in
+    checkpoints. The settings of the memory alone are those of layer.settings."""
+    vocab_size: int = opt(65, "number of different tokens; the tokenizer sets it", low=1)
     n_layer: int = opt(2, "number of blocks", low=1)
     n_head: int = opt(8, "number of heads; each has its own memory", low=1)
     n_embd: int = opt(192, "width of the residual stream", low=1)
     head_dim: int = opt(16, "width of a head; 0: n_embd / n_head")
-    attention: bool = opt(False, "attention alone, without a memory")
+    attention: bool = opt(False, "attention instead of a memory")
     wiring: str = opt(
         "lmm", "lmm: the memory alone; mag, mal, mac: with attention, as in Titans", WIRINGS)
-    persistent: int = opt(4, "MAG, MAL and MAC only: learned tokens before the sequence")
+    persistent: int = opt(4, "for --wiring: number of learned tokens before the sequence")
     memory: str = opt(
         "linear", "what the memory is: a matrix, an MLP (Eq 42) or a gated MLP (Eq 43)",
         MEMORIES)
     expansion: int = opt(
         4, "hidden width of an MLP memory, in multiples of --head-dim", low=1)
     loss: str = opt(
-        "l2", "inner loss (attentional bias); with dot what an MLP adds is normalised (RMS)",
+        "l2", "inner loss (attentional bias); with dot, the output of an MLP is normalised (RMS)",
         LOSSES)
     window: int = opt(
-        8, "tokens that the Omega rule looks back on (the paper's c); 1: Titans", low=1)
-    chunk: int = opt(16, "tokens that share one gradient point (the paper's b)", low=1)
+        8, "tokens whose pairs each gradient is taken of (the paper's c); 1: Titans", low=1)
+    chunk: int = opt(16, "tokens that learn together (the paper's b)", low=1)
     error: str = opt(
-        "chunk", "memory at which errors are measured: the chunk's first (Eq 16), or each token's "
-        "(Eq 15)", CHOICES["error"])
+        "chunk", "the memory at which an error is measured: that before the chunk (Eq 16), or that "
+        "before the token (Eq 15)", CHOICES["error"])
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
     muon: bool = opt(True, "Newton-Schulz on the inner momentum, Eq 32")
     muon_every: int = opt(
-        0, "tokens from one Newton-Schulz to the next, at most --chunk; 1: Eq 40; 0: a chunk")
+        0, "tokens between two Newton-Schulz, at most --chunk; 1: Eq 40; 0: the chunk")
     ns_steps: int = opt(5, "iterations of Newton-Schulz", low=1)
     ns_coefficients: str = opt(
         "muon", "polynomial of Newton-Schulz", CHOICES["ns_coefficients"])
@@ -68,26 +68,27 @@ class Config:
     degree: int = opt(2, "polynomial degree of phi (the paper's p)", low=1, high=13)
     keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
     forget: str = opt(
-        "start", "what keep < 1 decays to: M0, or zero as the paper prints", CHOICES["forget"])
+        "start", "what forgetting leads to: start (M0), or zero as in the paper",
+        CHOICES["forget"])
     conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
     lookback: int = opt(
-        2, "the block, from 1, whose keys start as the query of the token before (choice 23); "
-        "0: none")
+        2, "number of the block (the first is 1) whose keys start as the query of the token before "
+        "(choice 23); 0: none")
     max_step: float = opt(
-        1.0, "bound of the step (eta), in units of 2 / chunk; with --error token 1 learns a pair")
+        1.0, "largest step (eta), in units of 2 / chunk; with --error token, 1 learns a pair whole")
     max_norm: float = opt(
-        50.0, "bound of |W - M0| (--forget zero: |W|) of each matrix where a chunk ends; 0: none")
+        50.0, "largest |W - M0| (--forget zero: |W|) of a matrix at a chunk's end; 0: no bound")
     polarise: float = opt(
-        0.0, "MAG and MAC only: adds this times mean(1 - |2g - 1|) to the loss, g the attention "
-        "gate")
+        0.0, "MAG and MAC only: add this times mean(1 - |2g - 1|) to the loss, where g is the "
+        "attention gate")
     memory_floor: str = opt(
-        "0", "MAG and MAC only: least weight of the memory's own output, for the first 10 % of "
-        "steps, up to 33 %, and after: 0.3,0.1,0.05")
+        "0", "MAG and MAC only: least weight of the memory's own output, in the first 10 % of the "
+        "steps, up to 33 %, and after, as 0.3,0.1,0.05")
     shard: int = opt(
-        0, "tokens in a shard; each has a local memory beside the global one (shards.py); 0: off")
+        0, "tokens per shard, which has a local memory beside the global one (shards.py); 0: off")
     attn_window: int = opt(
-        64, "tokens that attention sees, or of a MAC segment; 0: full attention")
-    rope: bool = opt(True, "rotary positions in attention; --no-rope: it has no positions")
+        64, "tokens that attention sees, or of a MAC segment; 0: all")
+    rope: bool = opt(True, "rotary positions in attention; --no-rope: no positions")
     dropout: float = opt(
         0.0, "dropout on what each block adds to the residual stream, below 1", high=1)
     tie: bool = opt(False, "share the embedding with the output layer")
@@ -129,8 +130,8 @@ class Config:
                             "layer; lower --degree, --head-dim or --n-head")
 
     def period(self):
-        """Return the least number of tokens that whole chunks (or shards), and segments of MAC,
-        take; attention: 1."""
+        """Return the number of tokens after which a chunk (or shard) begins, in MAC together with a
+        segment; 1 for attention."""
         if self.attention:
             return 1
         chunk = self.shard or self.chunk
@@ -138,10 +139,10 @@ class Config:
 
 
 # ---- models and sizes
-# Table 1: the paper's models as differences from Config's defaults. Where no memory is named, the
-# size decides. The paper trains with errors at a chunk's start (Eq 16), which approximates Eq 15;
-# `atlas` takes them at the token, as Eq 15 prints it. `atlas-delta` is ours, not the paper's:
-# without a window and Newton-Schulz. Both were chosen by measuring (results/README.md).
+# The models of Table 1 as differences from Config's defaults. A preset without a memory takes that
+# of the size. The paper trains with errors at a chunk's start (Eq 16), which approximates Eq 15;
+# `atlas` takes them at the token, as in Eq 15. `atlas-delta` is ours, not the paper's: it has no
+# window and no Newton-Schulz. Both were chosen by measuring (results/README.md).
 _simple = dict(momentum=False, muon=False)
 _kernel = dict(memory="mlp", features="exp", keep=False, **_simple)
 _linear = dict(memory="linear", features="none", keep=False, **_simple)
@@ -165,13 +166,13 @@ PRESETS = {
     "atlas-delta": dict(loss="l2", window=1, error="token", muon=False, expansion=2),
 }
 
-# Sizes, which a preset overrides. `tiny` is Config itself: its memory is a matrix, which on a
-# laptop learns more in the same time than the paper's MLP.
+# Sizes, also as differences; a preset overrides them. `tiny` has Config's defaults: its memory is a
+# matrix, which on a laptop learns more in the same time than the paper's MLP.
 SIZES = {
     "tiny": dict(),
     "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1, chunk=64),
 }
-# n_layer, n_head, n_embd; from 170m on those of the paper's Table 7.
+# (n_layer, n_head, n_embd); from 170m on those of Table 7
 SHAPES = {
     "34m": (6, 6, 384),
     "54m": (6, 8, 512),
@@ -182,18 +183,19 @@ SHAPES = {
     "760m": (24, 16, 1536),
     "1.3b": (18, 8, 2048),
 }
-# Wide heads have too many monomials, so phi is a sketch there, of 1 + D + 79 features: GPUs like
-# multiples of 16. They need long chunks, too.
+# Wide heads have too many monomials, so here phi is a sketch of 1 + D + 79 features, a multiple of
+# 16, which GPUs like. They also need long chunks.
 for _name, (_layers, _heads, _width) in SHAPES.items():
     SIZES[_name] = dict(n_layer=_layers, n_head=_heads, n_embd=_width, tie=_width < 768, head_dim=0,
                         memory="mlp", features="sketch", chunk=512)
 
-# Errors at the token need no short chunks. What grows is their system, of chunk x window pairs.
+# Errors at the token are as good in long chunks. But they are solved for in a system of chunk x
+# window pairs; these sizes of it are fast.
 SYSTEM = {"tiny": 64, "baby": 128}
 
 
 def sized(preset, size):
-    """Return the fields of Config that a size and a preset set. The preset wins."""
+    """Return the fields of Config that a size and a preset set. The preset overrides the size."""
     given = SIZES[size] | PRESETS[preset]
     if given.get("error") == "token" and size in SYSTEM:
         given["chunk"] = SYSTEM[size] // given["window"]
@@ -201,7 +203,7 @@ def sized(preset, size):
 
 
 def configure(preset="atlas", size="tiny", **overrides):
-    """Return the Config of a preset: Config's defaults < `sized` < `overrides` (its fields)."""
+    """Return the Config of a preset and a size, with `overrides` (fields of Config)."""
     for name, known in ((preset, PRESETS), (size, SIZES)):
         if name not in known:
             raise UserError(f"no model or size {name!r}; choose one of {', '.join(known)}")
@@ -215,15 +217,15 @@ def build(preset="atlas", size="tiny", **overrides):
 
 # ---- torch.compile
 def compile_chunks(**options):
-    """Compile the chunk form by torch.compile. The settings of torch hold for the whole process."""
+    """Compile chunks.run_block with torch.compile, which also sets options of the whole process."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    torch._functorch.config.backward_pass_autocast = "off"    # backward takes forward's types
-    torch._functorch.config.activation_memory_budget = 0.0    # backward computes a block again
+    torch._functorch.config.backward_pass_autocast = "off"    # backward has the types of forward
+    torch._functorch.config.activation_memory_budget = 0.0    # backward recomputes a block
     compile_function(chunks, "run_block", **options)
 
 
 def compile_function(owner, name, **options):
-    """Compile a function of a module or class, unless it is compiled."""
+    """Replace a function of a module or class by its compiled form, once."""
     f = getattr(owner, name)
     if not hasattr(f, "_torchdynamo_orig_callable"):
         setattr(owner, name, torch.compile(f, dynamic=False, **options))
@@ -270,13 +272,13 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    """A language model: tokens (B, T) -> logits (B, T, vocab_size). Every layer's state comes out
-    and can go in."""
+    """A language model: tokens (B, T) -> logits (B, T, vocab_size) and a state, a tuple of the
+    states of all layers, from which the next call can go on."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.remat = False                # train.py's --remat: backward computes each block again
+        self.remat = False                # --remat of train.py: backward recomputes each block
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
         self.norm = Norm(config.n_embd)
@@ -284,7 +286,7 @@ class LM(nn.Module):
         self.init()
 
     def init(self):
-        """Set the starting values, of buffers too: a model may have come from meta by to_empty."""
+        """Set all starting values, also of buffers: a model made on the meta device has none."""
         if self.config.tie:
             self.head.weight = self.embed.weight
         for name, m in self.named_modules():
@@ -299,24 +301,24 @@ class LM(nn.Module):
                 m.init()
 
     def forward(self, tokens, state=None, mask=None, reset=None):
-        """Read tokens (B, T), an earlier state or None -> logits (B, T, vocab_size), state after
-        the last token. Any split of a sequence over calls gives the logits of the whole. Raises
-        ValueError if tokens or state do not fit.
+        """Read tokens (B, T >= 1) after an earlier state, or None -> logits (B, T, vocab_size), and
+        the state after the last token. A sequence gives the same logits in one call or in several.
+        Raises ValueError if tokens or state do not fit.
 
-        mask (B, T) bool, False at padding: such tokens write nothing, forget nothing, and no token
-        looks at them. Chunks and blocks are those of the batch. One that ends in padding ends
-        there, and a block then writes the steps of the real tokens before. reset (B, T) bool: True
-        where a row begins a new text, with a new memory, at the first token of a chunk
-        (`Memory.forward`)."""
+        mask (B, T) bool is False at padding: such tokens write nothing, forget nothing, and no
+        token looks at them. Padding does not move the chunks: they begin at the same places in all
+        rows. reset (B, T) bool is True where a row begins a new text, with a new memory; this must
+        be the first token of a chunk (see `Memory.forward`)."""
         x = self.embed(tokens)
-        if state and not tokens.numel():                      # an empty piece
-            self.check_state(state, len(tokens))
-            return self.head(x), state
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
 
-        states = []
-        for block, s in self.with_blocks(state or [None] * len(self.blocks)):
+        n, states = len(self.blocks), []
+        state = state or [None] * n
+        if hasattr(state, "_fields") or len(state) != n:
+            raise ValueError("a model takes a tuple of the states of its layers; its n_layer is "
+                             f"{len(state)}, not {n}")
+        for block, s in zip(self.blocks, state):
             if self.remat and torch.is_grad_enabled():
                 x, s = checkpoint(block, x, s, mask, reset, use_reentrant=False)
             else:
@@ -324,24 +326,10 @@ class LM(nn.Module):
             states.append(s)
         return self.head(self.norm(x)), tuple(states)
 
-    def with_blocks(self, states):
-        """Return pairs of a block and its state. Raises ValueError unless each has one."""
-        n = len(self.blocks)
-        if hasattr(states, "_fields") or len(states) != n:
-            raise ValueError("a model takes a tuple of the states of its layers; its n_layer is "
-                             f"{len(states)}, not {n}")
-        return zip(self.blocks, states)
-
-    def check_state(self, state, batch=None):
-        """Raise ValueError unless the state fits this model, and a batch of this size, if given."""
-        for block, s in self.with_blocks(state):
-            check_state(block.layer, s, batch)
-
     def loss(self, tokens, targets, mask=None, reset=None):
-        """Return the mean cross entropy in nats of targets (B, T) given tokens (B, T). Targets of
-        -100, and those of masked tokens, do not count; the last token before padding needs a -100.
-        With `polarise` the loss also holds the attention gates' indecision, times that number. mask
-        and reset: as in `forward`."""
+        """Return the mean cross entropy, in nats, of targets (B, T) given tokens (B, T). Targets of
+        -100 and those of masked tokens do not count; the last token before padding needs a -100.
+        config.polarise adds a penalty on undecided attention gates. mask, reset: see `forward`."""
         if targets.shape != tokens.shape:
             raise ValueError(f"targets are (B, T) {tuple(tokens.shape)}, not "
                              f"{tuple(targets.shape)}")
@@ -350,7 +338,7 @@ class LM(nn.Module):
         if mask is not None:
             targets = targets.masked_fill(~mask, -100)
         loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
-        loss = loss / (targets != -100).sum().clamp_min(1)    # 0 where nothing is asked for
+        loss = loss / (targets != -100).sum().clamp_min(1)    # 0 if no target counts
 
         for block in self.blocks if self.config.polarise else ():
             undecided = torch.cat(block.layer.undecided, 1)                  # (B, T)
@@ -360,7 +348,7 @@ class LM(nn.Module):
         return loss
 
     def compile_memory(self, **options):
-        """Compile the memory, SwiGLU and Norm for the whole process, and attention blocks whole."""
+        """Compile memory, SwiGLU and Norm of all models, and the attention blocks of this one."""
         compile_chunks(**options)
         compile_function(Memory, "project", **options)
         compile_function(Memory, "finish", **options)
@@ -371,8 +359,7 @@ class LM(nn.Module):
                 block.compile(dynamic=False, **options)
 
     def set_floor(self, done):
-        """Set the least weight of the memories' own output (--memory-floor) for a run of which this
-        share is done."""
+        """Set --memory-floor for the share of the training that is done (see `Wiring`)."""
         for m in self.modules():
             if isinstance(m, Wiring):
                 m.set_floor(done)
@@ -382,42 +369,42 @@ class LM(nn.Module):
 
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None,
                  state=None):
-        """Yield the next token (B,) max_new_tokens times, given tokens (B, T). Return the state
-        after the tokens and all drawn ones but the last, which is not read: state = yield from
-        model.generate(..). `state` comes from a text before the tokens.
+        """Yield max_new_tokens new tokens, (B,) each, that continue tokens (B, T). `state` is that
+        of a text before the tokens. At the end return the state after all tokens but the last,
+        which has not been read: state = yield from model.generate(..).
 
-        With dropout call eval() first. temperature 0 takes the likeliest token; top_k 0 and top_p 1
-        are off. Each token costs the same, as long as the state does not grow (`holds_all`). Raises
-        ValueError, at the first token, for an empty prompt, a number below 0 or nan, a top_p above
-        1."""
+        Call eval() first if the model has dropout. temperature 0 takes the likeliest token; top_k 0
+        and top_p 1 are off. All tokens cost the same unless the state grows (`holds_all`). Raises
+        ValueError, at the first token, for an empty prompt, a number below 0 or nan, or a top_p
+        above 1."""
         if not tokens.numel():
             raise ValueError("a prompt is (B, T >= 1); to begin with nothing, give a newline")
         numbers = max_new_tokens, temperature, top_k, top_p
         if not all(a >= 0 for a in numbers) or top_p > 1:     # nan is not
             raise ValueError("max_new_tokens, temperature, top_k and top_p are at least 0, and "
                              f"top_p to 1, not {numbers}")
-        for _ in range(max(1, max_new_tokens)):               # 0 reads the tokens, too
-            # compiled, single tokens would have too many shapes
+        for _ in range(max(1, max_new_tokens)):               # if 0, it still reads the tokens
+            # not compiled: there would be too many shapes
             with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-                for piece in tokens.split(1024, -1):          # a long prompt has many logits
+                for piece in tokens.split(1024, -1):          # the logits of a prompt take memory
                     logits, state = self(piece, state)
                 token = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
                 tokens = token[:, None]
             if max_new_tokens:
-                yield token.clone()                           # a tensor like any other
+                yield token.clone()                           # no longer an inference tensor
         return map_state(torch.clone, state)
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """Draw one token for each row of logits (B, V), from the top_k likeliest and the fewest of
-    total mass top_p."""
+    """Draw a token for each row of logits (B, V), from the top_k likeliest tokens and from the
+    fewest tokens whose probabilities add up to top_p."""
     if temperature == 0:
         return logits.argmax(-1)
     logits, order = (logits / max(temperature, 1e-30)).sort(descending=True)
     if top_k:
         logits[:, top_k:] = -torch.inf
     probs = logits.softmax(-1)
-    if top_p < 1:                         # the token that crosses top_p stays, and the likeliest
+    if top_p < 1:                         # keep the token that crosses top_p
         above = probs.cumsum(-1) - probs
         probs = probs.masked_fill(above >= max(top_p, 1e-9), 0)
     drawn = torch.multinomial(probs, 1, generator=generator)
@@ -425,7 +412,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 def holds_all(config):
-    """Tell whether the state holds every token, so that it grows with the text."""
+    """Return whether the state keeps every token, so that it grows with the text."""
     if config.attention:
         return not config.attn_window
     return config.features == "exp"

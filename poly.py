@@ -10,7 +10,8 @@ A linear memory of head dim D stores D pairs (Prop 1); on phi it stores E, the n
     monomial      all monomials of degree <= p, E = C(D + p, p): Eq 5 exactly, with a_i = s_i^2
                   (choice 7)
     elementwise   sum_i s_i x^i, coordinate by coordinate. E = D, so capacity does not grow
-    sketch        degree 2 with fewer features: products of two random projections, right on average
+    sketch        degree 2 with fewer features: products of two random projections, whose inner
+                  products are right on average
 
 q and k have unit length before phi, which does not normalise (choice 8). The infinite phi* of Eq 22
 is in dot.py.
@@ -37,8 +38,9 @@ def features_dim(kind, dim, degree, sketch_dim=79):
 
 
 def selections(dim, p):
-    """Return p matrices (dim, n). With A, B, .. their roots, (x A) (x B) .. are all n monomials of
-    degree p, each times the root of its multinomial coefficient, so inner products are (x . y)^p."""
+    """Return p matrices (dim, n). With A, B, .. their roots, entry by entry, the products of the
+    entries of x A, x B, .. are all n monomials of degree p, each times the root of its multinomial
+    coefficient. So the inner product of those of x and y is (x . y)^p."""
     choices = list(combinations_with_replacement(range(dim), p))
     maps = torch.zeros(p, dim, len(choices))
     for n, factors in enumerate(choices):
@@ -50,8 +52,8 @@ def selections(dim, p):
 
 
 class Features(nn.Module):
-    """phi: (.., dim) -> (.., out_dim), with a learned scale s_i of each degree, at first
-    1 / sqrt(i!)."""
+    """phi: (.., dim) -> (.., out_dim), with a learned scale s_i for each degree i, which starts at
+    1 / sqrt(i!). kind "exp" has no phi: dot.py computes with its kernel."""
 
     def __init__(self, kind, dim, degree=2, sketch_dim=79, seed=0):
         super().__init__()
@@ -64,7 +66,7 @@ class Features(nn.Module):
         self.init()
 
     def init(self):
-        """Set the starting values. A seed always gives the same sketch, saved with the model."""
+        """Set the starting values. A seed always gives the same sketch; checkpoints hold it."""
         with torch.no_grad():
             if self.kind not in ("none", "exp"):
                 factorials = [math.factorial(i) for i in range(self.degree + 1)]
@@ -97,8 +99,8 @@ class Features(nn.Module):
         return torch.cat(parts, -1)
 
     def inner(self, x, y, px=None, py=None):
-        """Return phi(x) phi(y)^T (.., n, m) of x (.., n, dim), y (.., m, dim): of monomials by Eq 5,
-        else from px = phi(x), py = phi(y)."""
+        """Return phi(x) phi(y)^T: x (.., n, dim), y (.., m, dim) -> (.., n, m). For monomials it is
+        computed by Eq 5, else from px = phi(x) and py = phi(y)."""
         if self.kind != "monomial":
             return px @ py.mT
         dots = x @ y.mT

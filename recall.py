@@ -28,8 +28,8 @@ import torch
 
 import models
 import train
-from common import (Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, replacing,
-                    run_task, say, seeded, with_task)
+from common import (Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, run_task,
+                    say, seeded, seeded_batch, with_task, write_json)
 
 
 # ---- recall of pairs
@@ -243,11 +243,6 @@ class Task(NamedTuple):
     ask: dict                             # {column of the table: draw of a batch that asks}
 
 
-def randomness(seed, number, test=False):
-    """Return the generator of a batch. Training and test share none."""
-    return seeded(2 * (1_000_003 * seed + number) + test)
-
-
 def variant(name, args, **more):
     """Read a model as --model takes it, as atlas,memory=mlp,steps=900. Return its models.Config,
     its training steps and its lr. Raises UserError for unknown names and values."""
@@ -305,12 +300,12 @@ def score(task, args, device, name, seed):
     """Train a model on a Task. Return its accuracy in each column."""
     def draw(number, period):
         draw_size = task.train[number % len(task.train)]
-        return draw_size(generator=randomness(seed, number))
+        return draw_size(generator=seeded_batch(seed, number))
 
     model = trained(name, seed, args, device, task.vocab, draw, task.name)
     scores = {}
     for column, ask in task.ask.items():
-        batches = [ask(generator=randomness(seed, i, test=True)) for i in range(4)]
+        batches = [ask(generator=seeded_batch(seed, i, test=True)) for i in range(4)]
         scores[str(column)] = accuracy(model, batches)
     return scores
 
@@ -364,9 +359,7 @@ def campaign(args, trial, columns, x="", **how):
                 record["seconds"] = round(time.perf_counter() - began)
                 done[key] = record
                 if args.json:
-                    with replacing(Path(args.json)) as temporary:
-                        text = json.dumps(dict(records=list(done.values())), indent=1)
-                        temporary.write_text(text)
+                    write_json(args.json, dict(records=list(done.values())))
             found[name].append(done[key])
     picture(args.plot, show(found, columns), x, "right answers", **how)
     return found

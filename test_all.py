@@ -608,7 +608,7 @@ def test_reading_is_causal_in_pieces_and_row_by_row(name):
     y = (x + torch.eye(10, dtype=torch.long)) % 11            # row j has another token j
     logits, _ = model(x)
     changed, end = model(y)
-    for cuts in (3, 3, 8), tuple(range(1, 10)):
+    for cuts in (3, 8), tuple(range(1, 10)):
         close(in_pieces(model, cuts, y), (changed, end))
     difference = (changed - logits).abs().amax(-1)
     for j in range(10):
@@ -718,7 +718,6 @@ def test_states_are_selected_and_saved(name):
     torch.save(detach(state), file := io.BytesIO())
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    model.check_state(loaded)
     assert torch.equal(model(x[:, 5:], state)[0], model(x[:, 5:], loaded)[0])
 
 

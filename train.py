@@ -1,15 +1,16 @@
-"""train.py - the outer loop: text in, checkpoints and a log out. The inner loop, which learns as it
-reads, is in omega.py.
+"""train.py - the outer loop: it trains a model on a text and writes checkpoints and a log. The
+inner loop, which learns while the model reads, is in omega.py.
 
-    python train.py                               the default ATLAS: tiny, on CUDA baby
+    python train.py                               ATLAS on tiny Shakespeare: size tiny, on CUDA baby
     python train.py --data my.txt --degree 1      your own text; models.Config lists more flags
-    python train.py --plot out out2               draw the curves of runs
-    python train.py --resume                      go on from OUT/ckpt.pt; --steps N trains longer
-    python train.py --init out --data my.txt --out new          begin with the weights of another
+    python train.py --plot out out2               draw the losses of two runs
+    python train.py --resume                      continue from OUT/ckpt.pt; --steps N trains longer
+    python train.py --init out --data my.txt --out new            begin with the weights of a run
     torchrun --nproc-per-node 8 train.py --size 340m --data tokens --tokenizer gpt2     on 8 GPUs
+
+Read from the bottom: main, launch, train, train_step.
 """
 import csv
-import json
 import math
 import os
 import sys
@@ -28,7 +29,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, check, chosen, exit_code,
                     flag, locked, native_bfloat16, need, noted_signals, opt, pick_dtype, plot,
-                    save_file, say, setup)
+                    save_file, say, setup, write_json)
 from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt,
                   make_tokenizer, read, streams, windows)
 from models import LM, PRESETS, SIZES, Config, holds_all, sized
@@ -36,55 +37,56 @@ from muon import newton_schulz
 
 RANK = int(os.environ.get("RANK", 0))                         # torchrun sets both
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
-FORMAT = 9                                                    # of checkpoints
-EVAL_WINDOWS = 64                                             # of a validation while training
-REPORT_TOKENS = 2_000_000                                     # of validation at the end, at most
-SAMPLE = 200                                                  # tokens of the sample at the end
+FORMAT = 9                                                    # version of the checkpoints
+EVAL_WINDOWS = 64                                             # read in each validation
+REPORT_TOKENS = 2_000_000                                     # read at most in the final report
+SAMPLE = 200                                                  # tokens written at the end
 
 
 # ---- settings: each field is a flag
 @dataclass
 class TrainConfig:
-    """Hold everything about a run that is not the network."""
+    """Everything about a run except the network, which models.Config describes."""
     model: str = opt("atlas", "architecture: a preset of models.py", tuple(PRESETS))
     size: str = opt("auto", "size of network and run; auto: baby on CUDA, else tiny",
                     ("auto", *SIZES))
     data: str = opt("shakespeare", "shakespeare, pydoc, a file, a folder or a mix: a.txt:0.4,b:0.6")
     tokenizer: str = opt("char", "what a token is; gpt2: the byte pairs of GPT-2", TOKENIZERS)
     out: str = opt("out", "folder for ckpt.pt, best.pt, log.csv and config.json")
-    resume: bool = opt(False, "go on from OUT/ckpt.pt with its settings; few may be given anew")
+    resume: bool = opt(False, "continue from OUT/ckpt.pt with its settings; few can be changed")
     init: str = opt("", "a checkpoint or folder: begin with its network, weights and tokenizer; "
-                    "flags may change what has no weights, as --chunk")
+                    "flags may change settings that have no weights, like --chunk")
     steps: int = opt(600, "optimizer steps", low=1)
     seed: int = opt(1337, "seed of weights, batches and dropout", high=2**40)
-    batch_size: int = opt(8, "sequences in a forward pass", low=1)
-    grad_accum: int = opt(1, "forward passes in a step", low=1)
-    seq_len: int = opt(256, "tokens in a sequence", low=1)
+    batch_size: int = opt(8, "sequences per forward pass", low=1)
+    grad_accum: int = opt(1, "forward passes per step, over all processes", low=1)
+    seq_len: int = opt(256, "tokens per sequence", low=1)
     documents: bool = opt(False, "begin each document (row of .jsonl, file) with a new memory")
     optimizer: str = opt("adamw", "outer optimizer; muon trains hidden matrices, AdamW the rest",
                          ("adamw", "muon"))
     lr: float = opt(2e-3, "peak learning rate of AdamW; it falls linearly to 0 at the last step")
-    embed_lr: float = opt(1.0, "learning rate of the embedding, in multiples of --lr")
-    gates_lr: float = opt(1.0, "learning rate of the memory's gates, in multiples of --lr")
+    embed_lr: float = opt(1.0, "learning rate of the embedding, as a multiple of --lr")
+    gates_lr: float = opt(1.0, "learning rate of the memory's gates, as a multiple of --lr")
     outer_muon_lr: float = opt(2e-2, "peak learning rate of the outer Muon")
-    weight_decay: float = opt(0.1, "weight decay of hidden matrices; nothing else decays")
+    weight_decay: float = opt(0.1, "weight decay of the hidden matrices; nothing else decays")
     warmup: int = opt(20, "steps of linear warmup; by default at most a tenth of --steps")
-    eval_every: int = opt(100, "steps from one validation and checkpoint to the next", low=1)
+    eval_every: int = opt(100, "steps between validations, each with a checkpoint", low=1)
     log_every: int = opt(10, "steps between log lines", low=1)
-    wandb: bool = opt(False, "log to Weights & Biases, too")
-    device: str = opt("auto", "auto: cuda, else cpu (mps is untested)", DEVICES)
-    dtype: str = opt("auto", "auto: bfloat16 where it is native, else float32",
+    wandb: bool = opt(False, "also log to Weights & Biases")
+    device: str = opt("auto", "auto: cuda if available, else cpu (mps is untested)", DEVICES)
+    dtype: str = opt("auto", "auto: bfloat16 if the device has it, else float32",
                      ("auto", "float32", "bfloat16"))
-    compile: bool = opt(False, "torch.compile; on CUDA the default is on")
-    remat: bool = opt(False, "compute blocks again in backward: less memory, a third more time")
+    compile: bool = opt(False, "use torch.compile; on by default on CUDA")
+    remat: bool = opt(False, "recompute blocks in backward: less memory, a third more time")
     threads: int = opt(0, "CPU threads; 0: torch decides")
 
     def __post_init__(self):
         check(self)
 
 
-# Differences from the defaults above, like models.SIZES. From 34m on a step has 0.5M tokens (App.
-# E). From 170m on the peak rates and numbers of tokens are those of Table 7. Batches fit 80 GB.
+# Differences from the defaults above, for each size of models.SIZES. From 34m on, a step has 0.5M
+# tokens (App. E), and a batch fits a GPU of 80 GB. From 170m on, peak learning rates and numbers of
+# tokens are those of Table 7.
 PAPER = dict(batch_size=8, grad_accum=16, seq_len=4096, warmup=1000, eval_every=500)
 SMALL = dict(PAPER, steps=3000, lr=3e-3)                      # 1.5e9 tokens
 TRAIN_SIZES = {
@@ -100,16 +102,17 @@ TRAIN_SIZES = {
     "760m": PAPER | dict(batch_size=2, grad_accum=64, steps=60_000, lr=1.25e-3),
     "1.3b": PAPER | dict(batch_size=2, grad_accum=64, steps=200_000, lr=7e-4),
 }
-NO_FLAG = "vocab_size", "attention", "embed_lr"               # tokenizer, preset and size decide
-KEPT = ["model", "tokenizer"]                                 # --init keeps the checkpoint's
-# On --resume these hold if they are given; any other flag must be that of the checkpoint.
-ANEW = ("resume out device dtype compile threads data steps lr outer_muon_lr eval_every log_every "
-        "remat wandb plot").split()
+NO_FLAG = "vocab_size", "attention", "embed_lr"               # set by tokenizer, preset and size
+INIT_KEEPS = ["model", "tokenizer"]                           # --init takes the checkpoint's
+# --resume accepts new values of these; any other flag must agree with the checkpoint.
+RESUME_CHANGES = ("resume out device dtype compile threads data steps lr outer_muon_lr eval_every "
+                  "log_every remat wandb plot").split()
 
 
 def settings(given, old=None):
-    """Return TrainConfig and Config, from the given flags and the checkpoint of --resume or --init,
-    if there is one. In a new run flags win over the preset, and that over the size."""
+    """Return TrainConfig and Config. given: the flags that were given; old: the checkpoint of
+    --resume or --init, or None. In a new run, flags override the preset, and the preset overrides
+    the size."""
     if given.get("resume"):
         values = old["train"] | old["config"] | given
     else:
@@ -118,7 +121,7 @@ def settings(given, old=None):
             cuda = torch.cuda.is_available() and given.get("device") != "cpu"
             size = "baby" if cuda else "tiny"
         if old:
-            network = old["config"] | {name: old["train"][name] for name in KEPT}
+            network = old["config"] | {name: old["train"][name] for name in INIT_KEEPS}
         else:
             network = sized(given.get("model", TrainConfig.model), size)
         values = TRAIN_SIZES[size] | network | given | {"size": size}
@@ -134,8 +137,8 @@ def settings(given, old=None):
 
 # ---- the optimizers
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon, which computes in bfloat16, in the type of the gradients: on a CPU without
-    bfloat16 this is 30 times as fast.
+    """torch.optim.Muon, but computed in the type of the gradients. The original computes in
+    bfloat16, which on a CPU without bfloat16 takes 30 times as long.
 
     B <- mu B + (1 - mu) g
     p <- (1 - lr decay) p - lr sqrt(max(1, rows / columns)) NS((1 - mu) g + mu B)
@@ -161,8 +164,8 @@ class Muon(torch.optim.Muon):
 
 
 def make_optimizers(model, tc):
-    """Return [AdamW], or with tc.optimizer "muon" [AdamW, Muon], where Muon has the hidden
-    matrices, which decay. The embedding, head, norms, gates, convolutions and M0 do not decay
+    """Return [AdamW], or [AdamW, Muon] if tc.optimizer is "muon": then Muon trains the hidden
+    matrices. Only these decay; the embedding, head, norms, gates, convolutions and M0 do not
     (choice 20)."""
     matrices = {m.weight for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)}
     embed, rest, gates, hidden = [], [], [], []
@@ -176,7 +179,7 @@ def make_optimizers(model, tc):
         else:
             rest.append(p)
 
-    groups = [dict(params=embed, times=tc.embed_lr),          # times: in multiples of --lr
+    groups = [dict(params=embed, times=tc.embed_lr),          # times: a factor of --lr
               dict(params=rest),
               dict(params=gates, times=tc.gates_lr)]
     decayed = dict(params=hidden, weight_decay=tc.weight_decay)
@@ -191,25 +194,28 @@ def make_optimizers(model, tc):
 
 
 def lr_scale(step, tc):
-    """Return the factor of the peak rates at `step`, from 0: linear warmup, linear decay to 0."""
+    """Return the factor of the peak learning rates at `step` (the first is 0): linear warmup, then
+    linear decay to 0."""
     return min((step + 1) / max(tc.warmup, 1), 1 - step / tc.steps)
 
 
 # ---- what is trained
 class Task:
-    """Define what a run trains and measures: Text below, Episodes and Grok in episodic.py.
+    """What a run trains on and measures. Subclasses: Text below, Episodes and Grok in episodic.py.
 
-    prepare(tc, old)      read the data; old: the dict of the checkpoint to begin from, or None
+    prepare(tc, old)      read the data; old: the checkpoint (a dict) to begin from, or None
     begin(model)          change the starting values of a new model
-    draw(number, period)  return inputs and targets, a pure function of (seed, number), with mask
-                          and reset of documents, which begin at multiples of period
-    loss(model, number)   return the loss of a forward pass, and count its tokens in tokens_read
+    draw(number, period)  return the arguments of model.loss for batch `number`: inputs and targets;
+                          with --documents also mask and reset, where each document begins at a
+                          multiple of period. It depends on (seed, number) alone
+    loss(model, number)   return the loss of batch `number`, and add its tokens to tokens_read
     optimizers(model)     return the optimizers, each made with its peak learning rate
-    measure(model)        return {column: value} of a validation; best.pt has the least "val"
-    finish(model, run)    say how the run ended
+    measure(model)        return the columns of a validation, {name: value}; best.pt is the
+                          checkpoint with the least "val"
+    finish(model, run)    print the results of the finished run
 
-    `prepare` also sets vocab_size, data (name and sha256 of what is read), about (the same in
-    words) and saved (what checkpoints keep of the task).
+    `prepare` also sets vocab_size, data (the name and sha256 of what was read), about (a line that
+    describes the data) and saved (what the task adds to checkpoints).
     """
     saved = {}
     largest_norm = 1.0                                        # of the gradient, which is clipped
@@ -248,8 +254,8 @@ class Text(Task):
             tokenizer = Tokenizer(**old["tokenizer"])
         else:
             tokenizer = make_tokenizer(tc.tokenizer, corpus.text)
-        one = tokenizer.end is None or corpus.text and BORDER not in corpus.text
-        if tc.documents and one:
+        single = tokenizer.end is None or corpus.text and BORDER not in corpus.text
+        if tc.documents and single:
             raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder or "
                             "token files")
 
@@ -274,7 +280,7 @@ class Text(Task):
         return dict(val=val)
 
     def finish(self, model, run):
-        """Say what the best weights make of the validation split, and let them write a sample."""
+        """Print the validation losses of the best checkpoint, and a sample that it writes."""
         tc = self.tc
         ckpt = load_checkpoint(tc.out)
         model = rebuild(ckpt)[0].to(self.device)
@@ -290,10 +296,11 @@ class Text(Task):
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")                     # it has too many shapes to compile
+@torch.compiler.set_stance("force_eager")                     # too many shapes to compile
 def evaluate(model, ids, seq_len, batch_size=1, max_windows=2**31, carry=False):
-    """Return the mean nats a token of a model in eval mode over ids in windows of seq_len, or about
-    max_windows of them, each with a new memory. carry=True reads ids as batch_size long streams."""
+    """Return the mean loss, in nats per token, of a model in eval mode. It reads ids in windows of
+    seq_len, at most about max_windows of them, each with a new memory; with carry=True as
+    batch_size long streams, whose memory is carried on."""
     every = max(1, (len(ids) - 1) // seq_len // max_windows)
     batches = windows(ids, seq_len, batch_size, every)
     if carry:
@@ -312,13 +319,13 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=2**31, carry=False):
 
 
 def report(model, tokenizer, ids, seq_len, batch_size):
-    """Say the mean loss of a split, or of its first REPORT_TOKENS, memory reset at each window and
-    carried on. Return the former, in nats a token."""
+    """Print the mean loss over (the first REPORT_TOKENS of) ids, with a new memory in each window
+    and with the memory carried on. Return the former, in nats per token."""
     ids = ids[:REPORT_TOKENS]
     loss = evaluate(model, ids, seq_len, batch_size)
     say(f"  memory reset at each window {in_bits(tokenizer, ids, loss)}")
 
-    if holds_all(model.config):                               # each token costs more than the last
+    if holds_all(model.config):                               # later tokens cost more and more
         ids = ids[: batch_size * 16384 + 1]
     carried = evaluate(model, ids, seq_len, batch_size, carry=True)
     say(f"  memory carried, {batch_size} streams   {in_bits(tokenizer, ids, carried)}")
@@ -326,6 +333,7 @@ def report(model, tokenizer, ids, seq_len, batch_size):
 
 
 def in_bits(tokenizer, ids, loss):
+    """Return a loss in nats per token as text, in three units."""
     bits = loss / math.log(2)
     return (f"{len(ids):,} tokens  {loss:.4f} nats/token  {bits:.4f} bits/token  "
             f"{bits / tokenizer.bytes_a_token(ids):.4f} bits/byte")
@@ -333,7 +341,7 @@ def in_bits(tokenizer, ids, loss):
 
 # ---- checkpoints and the log
 def save_checkpoint(out, run, model, optimizers, best):
-    """Write OUT/ckpt.pt, and OUT/best.pt if it is the best so far."""
+    """Write OUT/ckpt.pt, and also OUT/best.pt if this is the best validation so far."""
     states = [optimizer.state_dict() for optimizer in optimizers]
     ckpt = dict(run, format=FORMAT, model=model.state_dict(), optimizers=states)
     save_file(out / "ckpt.pt", ckpt)
@@ -342,8 +350,8 @@ def save_checkpoint(out, run, model, optimizers, best):
 
 
 def load_checkpoint(path, text=True):
-    """Return the dict of a checkpoint file, or of the best (else last) in a folder. text: it must
-    have a tokenizer."""
+    """Return the dict in a checkpoint file; for a folder, in its best.pt, else its ckpt.pt. Raises
+    UserError if there is none of this FORMAT; with text=True also if it has no tokenizer."""
     path = Path(path)
     if path.is_dir():
         best = path / "best.pt"
@@ -352,16 +360,16 @@ def load_checkpoint(path, text=True):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if ckpt["format"] != FORMAT or text and "tokenizer" not in ckpt:
             raise ValueError("of another format or program")
-        Config(**ckpt["config"])                              # TypeError for a field that it lacks
-    except Exception as fault:                                # its type depends on what the file is
+        Config(**ckpt["config"])                              # TypeError for an unknown field
+    except Exception as fault:                                # of any type, as the file may be
         raise UserError(f"cannot load {path} ({fault!r:.99}): missing, damaged, "
                         "or not made by this train.py")
     return ckpt | {"path": str(path)}
 
 
 def rebuild(ckpt, config=None):
-    """Return the model of a checkpoint in eval mode, by another Config if one is given, and its
-    tokenizer if any."""
+    """Return the model of a checkpoint in eval mode, and its tokenizer, or None. config: another
+    Config for the same weights."""
     model = LM(config or Config(**ckpt["config"])).eval()
     try:
         model.load_state_dict(ckpt["model"])
@@ -375,8 +383,8 @@ def rebuild(ckpt, config=None):
 
 
 def read_text(name, ckpt):
-    """Return the Corpus of a name. Where it cannot be read and a checkpoint, or None, has the name,
-    say so."""
+    """Return the Corpus of a name of --data. If it cannot be read and the name came from ckpt
+    (which may be None), the UserError says so."""
     try:
         return read(name)
     except UserError as fault:
@@ -386,8 +394,8 @@ def read_text(name, ckpt):
 
 
 def write_log(path, rows):
-    """Write log.csv anew: on --resume without the rows that a killed run had not saved."""
-    columns = max(rows, key=len)                              # those of a validation
+    """Write log.csv anew. After --resume it so loses the rows after the last checkpoint."""
+    columns = max(rows, key=len)                              # a validation has the most
     with path.open("w") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
@@ -396,13 +404,13 @@ def write_log(path, rows):
 
 # ---- the loop
 def train_step(model, optimizers, task, step):
-    """Take outer step `step`, from 0 -> loss, gradient norm, two tensors."""
+    """Take optimizer step `step` (the first is 0). Return the loss and the norm of its gradient."""
     tc, loss = task.tc, 0.0
     for i in range(RANK, tc.grad_accum, PROCESSES):
         share = task.loss(model, step * tc.grad_accum + i) / tc.grad_accum
         share.backward()
         loss = loss + share.detach()
-    if PROCESSES > 1:                                         # in one message: many take longer
+    if PROCESSES > 1:                                         # one long message is the fastest
         parts = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
         joined = parameters_to_vector(parts)
         dist.all_reduce(joined)
@@ -420,7 +428,7 @@ def train_step(model, optimizers, task, step):
 
 @torch.no_grad()
 def validate(model, task):
-    """Return what the task measures of the model in eval mode, a dict."""
+    """Return what the task measures with the model in eval mode, {column: value}."""
     with autocast(task.device, task.dtype):
         measured = task.measure(model.eval())
     model.train()
@@ -428,7 +436,7 @@ def validate(model, task):
 
 
 def signalled(noted, device):
-    """Return the number of a signal that some process has noted, else 0: all stop together."""
+    """Return the number of a signal that any process has received, else 0: so all stop together."""
     number = noted[0] if noted else 0
     if PROCESSES > 1:
         number = torch.tensor(number, device=device)
@@ -437,20 +445,21 @@ def signalled(noted, device):
 
 
 def train(model, optimizers, run, task):
-    """Train from run["step"] on. Return the number of the signal that stopped it, or None. Write no
-    files if tc.out is empty."""
+    """Train from run["step"] on: learn, evaluate, log and save. Return the number of the signal
+    that stopped training, or None. run is what a checkpoint holds beside the weights; `train` keeps
+    it up to date. No files are written if tc.out is empty."""
     tc = task.tc
     out = Path(tc.out) if tc.out and not RANK else None
     if out and tc.wandb:
         import wandb
         begun = wandb.init(project="atlas", id=run["wandb"], resume="allow", config=run["train"])
-        run["wandb"] = begun.id                               # --resume goes on with the same curve
+        run["wandb"] = begun.id                               # --resume continues the same curve
 
     tick, task.tokens_read = time.perf_counter(), 0
     began = tick - run["seconds"]
     with noted_signals("finishing this step, then saving", PROCESSES == 1) as noted:
         for step in range(run["step"] + 1, tc.steps + 1):
-            # learn; what dropout draws is a function of (seed, step, process)
+            # learn; dropout depends on (seed, step, process) alone
             torch.manual_seed(tc.seed + RANK + step * PROCESSES)
             model.set_floor((step - 1) / tc.steps)
             loss, norm = train_step(model, optimizers, task, step - 1)
@@ -460,7 +469,7 @@ def train(model, optimizers, run, task):
             stop = signalled(noted, task.device) if logged or PROCESSES == 1 else 0
             if not (logged or stop):
                 continue
-            loss, norm = float(loss), float(norm)             # only here a GPU has to catch up
+            loss, norm = float(loss), float(norm)             # only here we wait for the GPU
             if not math.isfinite(loss + norm):
                 raise Halt(f"step {step} is not finite: loss {loss}, gradient norm {norm}; "
                            "saved files are intact; lower --lr, --outer-muon-lr or --max-step")
@@ -486,7 +495,7 @@ def train(model, optimizers, run, task):
                     wandb.log(row, step=step)
 
                 # save
-                best = measured.get("val", math.inf) < run["best"]            # never true of nan
+                best = measured.get("val", math.inf) < run["best"]            # False for nan
                 if best:
                     run["best"] = measured["val"]
                 if measured or stop:
@@ -499,16 +508,16 @@ def train(model, optimizers, run, task):
 
 # ---- a run
 def begin_from(out, given, text):
-    """Return the checkpoint that a run goes on or begins from, or None. Raises UserError for a
-    folder that holds a run, and for flags that differ from what the checkpoint decides."""
-    held = [name for name in ("ckpt.pt", "best.pt", "log.csv") if (out / name).exists()]
+    """Return the checkpoint of --resume or --init, or None. Raises UserError if a new run would
+    overwrite an old one, and for flags that contradict the checkpoint."""
+    present = [name for name in ("ckpt.pt", "best.pt", "log.csv") if (out / name).exists()]
     if given.get("resume"):
-        source, decided = out / "ckpt.pt", given.keys() - ANEW
-    elif held:
-        raise UserError(f"{out} already holds a run ({', '.join(held)}); go on with --resume, "
+        source, decided = out / "ckpt.pt", given.keys() - RESUME_CHANGES
+    elif present:
+        raise UserError(f"{out} already holds a run ({', '.join(present)}); go on with --resume, "
                         "give another --out, or remove it")
     elif "init" in given:
-        source, decided = given["init"], given.keys() & KEPT
+        source, decided = given["init"], given.keys() & INIT_KEEPS
     else:
         return None
 
@@ -522,7 +531,7 @@ def begin_from(out, given, text):
 
 
 def start_device(tc):
-    """Return the device of this process, which joins the others of torchrun."""
+    """Return the device of this process. Under torchrun, join the other processes."""
     if tc.grad_accum % PROCESSES:
         raise UserError(f"--grad-accum {tc.grad_accum} is no multiple of the number of processes, "
                         f"{PROCESSES}")
@@ -536,23 +545,25 @@ def start_device(tc):
 
 
 def try_compiled(model, task):
-    """Compile the model and try a pass. If that fails, warn, and go on without."""
+    """Compile the model and try a forward and a backward pass. If that fails, warn and go on
+    without compilation."""
     try:
         model.compile_memory()
         task.loss(model, 0).backward()
-    except Exception as fault:                                # its type depends on what failed
+    except Exception as fault:                                # of any type
         torch.compiler.set_stance("force_eager")
         say(f"warning: torch.compile failed, going on without it: {fault!r:.400}")
     model.zero_grad()
 
 
 def launch(given, settings=settings, make_task=Text):
-    """Make a run, from its flags to its last line. Return the exit code.
-    make_task(tc, device, dtype, old) -> Task."""
+    """Make a whole run from its flags, `given`. Return the exit code, None for success.
+    settings(given, old) returns TrainConfig and Config, make_task(tc, device, dtype, old)
+    a Task."""
     if RANK:
-        sys.stdout = open(os.devnull, "w")                    # process 0 talks
+        sys.stdout = open(os.devnull, "w")                    # only process 0 prints
     out = Path(given.get("out", TrainConfig.out))
-    with nullcontext() if RANK else locked(out):              # before a checkpoint is read
+    with nullcontext() if RANK else locked(out):              # lock it, then read the checkpoint
         # read
         old = begin_from(out, given, make_task is Text)
         tc, config = settings(given, old)
@@ -578,10 +589,10 @@ def launch(given, settings=settings, make_task=Text):
         else:
             with torch.no_grad():
                 task.begin(model)
-        told = dict(train=asdict(tc), config=asdict(model.config), data=task.data)
-        run.update(told, preset=tc.model, **task.saved)
+        settled = dict(train=asdict(tc), config=asdict(model.config), data=task.data)
+        run.update(settled, preset=tc.model, **task.saved)
         if not RANK:
-            (out / "config.json").write_text(json.dumps(told, indent=1))
+            write_json(out / "config.json", settled)
         say(f"model    {tc.model}: {model.num_params():,} parameters, see {out}/config.json\n"
             f"data     {task.data['used']}: {task.about}\n"
             f"device   {device} x {PROCESSES}, threads: {torch.get_num_threads()}, {task.dtype}\n"
@@ -592,7 +603,7 @@ def launch(given, settings=settings, make_task=Text):
         # train
         stopped = train(model, optimizers, run, task)
         if PROCESSES > 1:
-            dist.barrier()                # torchrun ends all when one ends: not before 0 has saved
+            dist.barrier()                # when one process ends, torchrun ends all: wait for 0
             dist.destroy_process_group()
         if stopped:
             return 128 + stopped
@@ -601,14 +612,15 @@ def launch(given, settings=settings, make_task=Text):
 
 
 def parse(argv=None):
-    """Return a dict of the flags that were given."""
+    """Return the flags that were given, {name: value}."""
     parser = Parser(prog="train.py", description=__doc__,
-                    epilog="In [] is what tiny and atlas have. --model wins over --size.")
+                    epilog="[] shows the values of --size tiny --model atlas. --model overrides "
+                    "--size.")
     presets = TRAIN_SIZES["tiny"] | sized(TrainConfig.model, "tiny")
     add_flags(parser, "the run", TrainConfig, presets, skip=NO_FLAG)
     add_flags(parser, "the network", Config, presets, skip=NO_FLAG)
     parser.add_argument("--plot", nargs="+", metavar="OUT", default=SUPPRESS,
-                        help="no run: draw the losses of runs in OUT/curves.png")
+                        help="train nothing; draw the losses of these runs in OUT/curves.png")
     return vars(parser.parse_args(argv))
 
 

@@ -1,13 +1,13 @@
-"""wiring.py - attention, and Titans' three ways to wire it with a memory (arXiv 2501.00663v1).
+"""wiring.py - attention, and Titans' three ways to combine it with a memory (arXiv 2501.00663v1).
 
     mag   y = SWA*(p | x),  o = norm(y) * sigmoid(norm(M(p | x)))              Titans Eq 26 - 28
     mal   o = SWA(norm(M(p | x)))                                              Titans Eq 29 - 31
     mac   h = M*(x),  y = Attn(p | h | x),  o = norm(y) * sigmoid(norm(M(y)))  Titans Eq 21 - 25
 
-p are learned tokens that stand before every sequence (persistent tokens). M(..) learns while it
-reads. M*(..) reads the memory as it was at the start of the segment (of attn_window tokens). SWA is
-attention with a sliding window. In SWA* every token also sees all of p. sigmoid(norm(M(..))) is
-called the attention gate.
+p are learned tokens before every sequence (persistent tokens); | joins texts. M(..) learns while it
+reads. M*(..) does not write: it reads the memory as it was at the start of the segment, which has
+attn_window tokens. SWA is attention in a sliding window. In SWA* every token also sees all of p.
+sigmoid(norm(M(..))) is called the attention gate.
 """
 import math
 from typing import NamedTuple
@@ -24,18 +24,18 @@ WIRINGS = ("lmm", "mag", "mal", "mac")                        # lmm: the memory 
 
 # ---- attention
 class AttentionState(NamedTuple):
-    """What Attention carries from call to call, and MAC inside a segment."""
+    """What Attention carries from call to call; in MAC only within a segment."""
     k: torch.Tensor                       # (B, H, n, D), n < attn_window if there is one; in MAC
-                                          # of h_1, x_1, h_2, x_2, .. of the segment
+                                          # those of h_1, x_1, h_2, x_2, .. of the segment
     v: torch.Tensor                       # likewise
-    pos: int                              # positions so far
+    pos: int                              # number of positions so far
     fits: dict                            # as in layer.MemoryState
     docs: torch.Tensor | None = None      # (B, n), from layer.number; None: no marks
 
 
 def rope(pos, *xs, each=1):
     """Rotate pairs of coordinates of each x (B, H, T, D) by position (RoPE, Su et al. 2021). All x
-    have one shape, and begin at `pos`; `each` tokens share a position."""
+    have the same shape and begin at position `pos`; `each` consecutive tokens share a position."""
     x = xs[0]
     device = x.device
     half = x.shape[-1] // 2
@@ -57,8 +57,9 @@ def rope(pos, *xs, each=1):
 
 def attend(q, k, v, window, prefix=None, docs=None):
     """Attend from q (B, H, T, D), the last T of n positions, to k, v (B, H, n, D) and to a prefix
-    (k, v). A position sees the last `window` positions, 0: all; with docs (B, n), from
-    layer.number, those of its document. With a window the work goes in pieces, linear in T."""
+    (k, v). A position sees the last `window` positions, 0: all; and of them only those of its own
+    document, by docs (B, n) from layer.number. Long texts are cut into pieces, so that with a window
+    the work is linear in T."""
     T, n = q.shape[2], k.shape[2]
     window = window or n
     old = n - T
@@ -88,9 +89,9 @@ def attend(q, k, v, window, prefix=None, docs=None):
 
 
 class Attention(nn.Module):
-    """Causal softmax attention, full or with a sliding window, with normalised queries and keys, and
-    with RoPE unless config.rope is False. The baseline. The window counts the token itself. In MAC there is no window, and two
-    tokens share each position; it answers the second."""
+    """Causal softmax attention, full or in a sliding window that includes the token itself, with
+    normalised queries and keys, and with RoPE unless config.rope is False. In MAC there is no
+    window; the tokens come in pairs (h_i, x_i) that share a position, and only x_i gets an output."""
 
     def __init__(self, config):
         super().__init__()
@@ -111,8 +112,7 @@ class Attention(nn.Module):
 
     def forward(self, x, state=None, mask=None, reset=None, prefix=None):
         """Read x (B, T, n_embd), AttentionState or None -> (B, T, n_embd), AttentionState. mask and
-        reset: as in models.LM. Every token sees the tokens prefix (P, n_embd), which have no
-        position."""
+        reset: as in models.LM. prefix (P, n_embd): tokens without a position that all tokens see."""
         x = check_input(self, x, state, mask, reset)
         q, k, v = self.project(x)
         if state is None:
@@ -129,9 +129,9 @@ class Attention(nn.Module):
         pos = state.pos + y.shape[2]
         y = self.out(y.transpose(1, 2).flatten(2))
 
-        if self.window:                                       # forget what no token will see
+        if self.window:                                       # drop what no later token sees
             first = max(0, k.shape[2] - self.window + 1)
-            k = k[:, :, first:].clone()                       # a view would hold all
+            k = k[:, :, first:].clone()                       # a view would keep all of k alive
             v = v[:, :, first:].clone()
             if docs is not None:
                 docs = docs[:, first:].clone()
@@ -140,15 +140,15 @@ class Attention(nn.Module):
 
 # ---- memory and attention together
 class WiringState(NamedTuple):
-    """What a Wiring carries from call to call; None for what has not begun."""
+    """What a Wiring carries from call to call; what has not begun is None."""
     memory: tuple | None                  # layer.MemoryState
-    attention: AttentionState | None      # in MAC: the segment in progress
-    frozen: tuple                         # in MAC: what the memory recalls from in this segment
+    attention: AttentionState | None      # in MAC: of the segment in progress
+    frozen: tuple                         # in MAC: the memory that M* reads in this segment
     fits: dict                            # as in layer.MemoryState
 
 
 def retrieve(memory, x, frozen):
-    """Return M*(q), Titans Eq 21: what `frozen` recalls for x (B, T, n_embd) without writing."""
+    """Return M*(x), Titans Eq 21: what `frozen` (Memory.frozen) recalls for x (B, T, n_embd)."""
     q = F.silu(memory.qkv(x).chunk(3, -1)[0])                 # no convolution: choice 18
     with without_autocast(x):
         y = memory.recall(unit(heads(q, memory.config.n_head)), frozen)
@@ -156,7 +156,7 @@ def retrieve(memory, x, frozen):
 
 
 class Wiring(nn.Module):
-    """Attention wired with `memory`, a layer.Memory, by config.wiring; the formulas are above."""
+    """Attention combined with a layer.Memory as config.wiring says; the formulas are above."""
 
     def __init__(self, config, memory):
         super().__init__()
@@ -172,8 +172,8 @@ class Wiring(nn.Module):
         self.init()
 
     def set_floor(self, done):
-        """Set the least weight of the memory's own output (--memory-floor) for a run of which this
-        share is done."""
+        """Set the least weight of the memory's own output, --memory-floor, for the share of the
+        training that is done."""
         floors = [float(floor) for floor in self.config.memory_floor.split(",")]
         self.floor = floors[0]
         for begins, floor in zip((0.1, 1 / 3), floors[1:]):
@@ -186,24 +186,25 @@ class Wiring(nn.Module):
             nn.init.normal_(self.persistent)
 
     def __getstate__(self):
-        """Return what deepcopy and pickle take: all but the graph that a call leaves to LM.loss."""
+        """Return the attributes that deepcopy and pickle copy: all but the last call's graph, which
+        `undecided` keeps for LM.loss."""
         return self.__dict__ | dict(undecided=[])
 
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. mask and
-        reset: as in models.LM. Raises ValueError as `check_input`, and for a reset where p stand
-        before a text or inside of a MAC segment."""
+        reset: as in models.LM. Raises ValueError as `check_input` does, and for a reset if there are
+        persistent tokens, or inside of a MAC segment."""
         x = check_input(self, x, state, mask, reset)
         if reset is not None and self.persistent is not None:
-            raise ValueError("reset needs persistent=0: learned tokens stand before the first text "
-                             "of a row alone")
+            raise ValueError("reset needs persistent=0: only the first text of a row has learned "
+                             "tokens before it")
         self.undecided = []
         state = state or WiringState(None, None, (), fits(self.config))
         read = getattr(self, self.config.wiring)              # mag, mal or mac, below
         return read(x, state, mask, reset)
 
     def remember(self, x, state, mask, reset):
-        """Read x with the memory, after p at the start of a sequence -> M(p | x), its state, and
+        """Let the memory read x, at the start of a sequence p | x. Return M(p | x), its state, and
         the mask of p | x."""
         if state is None and self.persistent is not None:
             x = torch.cat([self.persistent.to(x.dtype).expand(len(x), -1, -1), x], 1)
@@ -217,7 +218,7 @@ class Wiring(nn.Module):
         28; choice 13)."""
         m = self.m_norm(m)
         g = m.sigmoid()
-        if self.config.polarise:                              # of a token, 0 where all g are 0 or 1
+        if self.config.polarise:                              # per token; 0 if all g are 0 or 1
             self.undecided.append((1 - (2 * g - 1).abs()).mean(-1))
         o = self.y_norm(y) * g
         if self.floor:
@@ -225,14 +226,14 @@ class Wiring(nn.Module):
         return o
 
     def mag(self, x, state, mask, reset):
-        """Let both read x, and the memory gate what attention says (Titans Eq 26 - 28)."""
+        """Let both read x, and the memory gate attention's output (Titans Eq 26 - 28)."""
         y, attention = self.attention(x, state.attention, mask, reset, self.persistent)
         m, memory, _ = self.remember(x, state.memory, mask, reset)
         state = state._replace(memory=memory, attention=attention)
         return self.gated(y, m[:, -x.shape[1]:]), state
 
     def mal(self, x, state, mask, reset):
-        """Let the memory read x, and attention what the memory says (Titans Eq 29 - 31)."""
+        """Let the memory read x, and attention the memory's output (Titans Eq 29 - 31)."""
         m, memory, mask = self.remember(x, state.memory, mask, reset)
         y, attention = self.attention(self.m_norm(m), state.attention, mask, reset)
         return y[:, -x.shape[1]:], state._replace(memory=memory, attention=attention)
@@ -253,14 +254,13 @@ class Wiring(nn.Module):
         return torch.cat(outs, 1), state
 
     def segment(self, state, x, mask, reset):
-        """Run a segment or a part of it: read the memory as it was, attend, write what attention
-        says. Token i sees p, and h_j, x_j of its segment with j <= i (choice 18)."""
+        """Run a segment, or the next part of it: read the memory as it was, attend, and write what
+        attention says. Token i sees p and the h_j, x_j of its segment with j <= i (choice 18)."""
         first = None
         if reset is not None:
             first = reset[:, 0]
             if reset[:, 0 if state.attention else 1:].any():
-                raise ValueError("a reset stands inside of a segment of MAC; put it where one "
-                                 "begins")
+                raise ValueError("a reset is inside of a MAC segment; put it where one begins")
         memory = state.memory or self.memory.start(x)
         frozen = state.frozen or self.memory.frozen(memory, first)
         h = retrieve(self.memory, x, frozen)                                 # Titans Eq 21
