@@ -9,6 +9,7 @@ import signal
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import field, fields
+from inspect import cleandoc
 from pathlib import Path
 
 import torch
@@ -114,9 +115,10 @@ def check(config):
 class Parser(argparse.ArgumentParser):
     """Parse flags as argparse does, but answer a mistake in one line instead of the whole usage."""
 
-    def __init__(self, usage="python %(prog)s [flags]", **how):
+    def __init__(self, usage="python %(prog)s [flags]", description="", **how):
         layout = argparse.RawDescriptionHelpFormatter
-        super().__init__(usage=usage, allow_abbrev=False, formatter_class=layout, **how)
+        super().__init__(usage=usage, description=cleandoc(description), allow_abbrev=False,
+                         formatter_class=layout, **how)
 
     def parse_args(self, argv=None):
         """Return the flags. An empty value, as from an unset $OUT, is a mistake unless it is the
