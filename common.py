@@ -322,6 +322,9 @@ def plot(folders, columns=("loss", "val"), y="loss [nats/token]"):
     """Draw these columns of OUT/log.csv over the steps, for each of several runs. Raises UserError
     for a damaged log."""
     path = f"{folders[0]}/curves.png"
+    for out in folders:
+        if not Path(out, "log.csv").exists():
+            raise UserError(f"{out} holds no log.csv of a run; give --plot other folders")
     check_picture(path)
     lines = {}
     for out in folders:

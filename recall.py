@@ -109,6 +109,9 @@ def correlated(batch, n_pairs, family, generator, symbols=16):
         tokens     2    5    6    1    5    6    1    4    6    1    4    2    5    1    5
         targets -100 -100 -100 -100 -100 -100 -100 -100 -100 -100    6 -100    6 -100    6
     """
+    if family > symbols:
+        raise UserError(f"a family of {family} has more rows than there are, {symbols}; "
+                        "lower --family")
     if n_pairs > family ** 2:
         raise UserError(f"a family of {family} has {family ** 2} keys, not {n_pairs}; "
                         "raise --family")

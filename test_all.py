@@ -1638,6 +1638,8 @@ train --data odd                                    odd
 train --data ''                                     --data empty
 train --out ''                                      --out empty
 train --resume                                      ckpt.pt
+train --resume --out run --steps 1                  --steps
+train --plot run gone                               gone
 train --init words                                  words
 train --init run --data words --model titans        --model
 data --data words --tokenizer byte --out words      --out
@@ -1654,6 +1656,7 @@ eval online --json words                            words
 recall mar                                          mqar
 recall mqar --window 0                              --window
 recall mqar --pairs 1 7                             vocab
+recall correlated --family 17                       --family
 recall mqar --model gpt                             transformer
 recall mad --model atlas,muon=no                    muon=no
 recall mqar --json words                            words

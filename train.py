@@ -567,6 +567,9 @@ def launch(given, settings=settings, make_task=Text):
         # read
         old = begin_from(out, given, make_task is Text)
         tc, config = settings(given, old)
+        if tc.resume and old["step"] > tc.steps:
+            raise UserError(f"{old['path']} is at step {old['step']}, past --steps {tc.steps}; "
+                            "give more")
         need("wandb", tc.wandb)
         device = start_device(tc)
         tc.compile = given.get("compile", device.type == "cuda")

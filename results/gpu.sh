@@ -16,8 +16,9 @@ import json, sys, time, torch, models, train                 # steps, and gradie
 def graphed(model, task):                                    # model.loss as two CUDA graphs, forward and backward
     whole = torch.nn.Module()
     whole.model, whole.forward = model, model.loss
+    inputs = tuple(a.to(task.device) for a in task.draw(0, 1))
     with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-        return torch.cuda.make_graphed_callables(whole, task.inputs(model, 0), allow_unused_input=True)
+        return torch.cuda.make_graphed_callables(whole, inputs, allow_unused_input=True)
 device, file, *sizes = train.setup(sys.argv[1], 0), *sys.argv[2:]
 gpu, rows, names = device.type == "cuda", [], ("transformer", "titans", "omeganet", "atlas", "atlas-delta")
 for size, name, graph in [(s, n, g) for s in sizes for n in names for g in (False, True)]:

@@ -15,5 +15,5 @@ gpus=$([ "$size" = 170m ] && echo 1 || echo 8)
 [ -d tokens ] || python3 data.py --data "$corpus" --tokenizer gpt2 --out tokens   # rows joined, an END between them
 run="train.py --size $size --data tokens --tokenizer gpt2 --out out-$size"
 if [ "$gpus" = 1 ]; then python3 $run; else torchrun --nproc-per-node "$gpus" $run; fi
-python3 eval.py --ckpt "out-$size" --length 16384 --plot                           # loss by position, with and without writes
+python3 eval.py --ckpt "out-$size" --length 16384 --plot                           # loss by position
 python3 sample.py --ckpt "out-$size" --prompt "The memory of" --tokens 200 --seed 1
