@@ -1853,6 +1853,42 @@ def test_python_blocks_run(block, monkeypatch, tmp_path):
     exec(block, {})
 
 
+RUNGS = [                                 # what ladder.md is after none, one, .. of its diffs
+    dict(loss="dot", window=1, chunk=1, momentum=False),
+    dict(window=1, chunk=1, momentum=False),
+    dict(window=1, chunk=1),
+    dict(chunk=1, momentum=False),
+    dict(chunk=1, muon_every=1),
+    dict(muon_every=1),
+    dict(muon_every=4),
+    dict(muon_every=4, error="token")]
+
+
+@pytest.mark.parametrize("n", range(len(RUNGS)))
+def test_the_ladder_leads_to_the_reference(n):
+    """Catches a diff of ladder.md that no longer fits, a rung that is another rule."""
+    steps = LADDER.split("## Change the rule yourself")[0]
+    program = re.search(r"```python\n(.*?)```", steps, re.S)[1]
+    diffs = re.findall(r"```diff\n(?:Eq.*?\n)?(.*?)\n```", steps, re.S)
+    assert len(diffs) == len(RUNGS) - 1
+    for hunk in [hunk for diff in diffs[:n] for hunk in diff.split("\n\n")]:
+        lines = hunk.splitlines()
+        old = "\n".join(line[1:] for line in lines if line[0] != "+")
+        new = "\n".join(line[1:] for line in lines if line[0] != "-")
+        assert program.count(old) == 1, hunk
+        program = program.replace(old, new)
+    rung = {}
+    exec(program, rung)
+
+    rule, phi, x = problem(**dict(memory="linear", features="monomial", S0=False) | RUNGS[n])
+    if n < 2:
+        x["keep"] = torch.ones_like(x["keep"])                # nothing is forgotten yet
+    wanted, _ = play(omega_ref, rule, phi, x)
+    M0 = [w[1] for w in named(x, "M0")]
+    inputs = [x[name] if x[name] is None else x[name][0, 1] for name in INPUTS]
+    close(rung["rule"]("linear", M0, phi, *inputs, rule.chunk), wanted[0, 1])
+
+
 def help_of(program, *argv):
     """Return what a program says to flags and --help: it must know their values."""
     with redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit) as stop:
