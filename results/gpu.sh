@@ -1,24 +1,21 @@
 #!/usr/bin/env bash
 # What a GPU is asked first, from the repository's root: bash results/gpu.sh. It takes at most ten
-# minutes, and writes to $OUT, or results/: gpu.log, gpu.json (times of steps) and curves.png.
+# minutes, and writes to $OUT, or results/: gpu.log, gpu.json (speeds of layers) and curves.png.
 # An hour gives better losses: LIMIT=600 STEPS=2000 bash results/gpu.sh
 #
-# LIMIT  seconds for each of five trainings of size baby; each of STEPS steps
-# SIZES  whose steps are timed
-# DATA   the text
-# On a CPU: DEVICE=cpu TRAIN=tiny SIZES=tiny STEPS=4 bash results/gpu.sh
+# LIMIT  seconds for each of five trainings, of STEPS steps, of the size SIZE, on DATA
+# On a CPU: DEVICE=cpu SIZE=tiny STEPS=4 MINUTES=0.2 WIDTH=64 bash results/gpu.sh
 set -uo pipefail
 out=${OUT:-results}
 device=${DEVICE:-cuda}
 limit=${LIMIT:-60}
 steps=${STEPS:-200}
-sizes=${SIZES:-baby}
-size=${TRAIN:-baby}
+size=${SIZE:-baby}
 data=${DATA:-shakespeare}
 runs=$(mktemp -d)
 trap 'rm -rf "$runs"' EXIT
 mkdir -p "$out" && : > "$out/gpu.log" || exit
-export PYTHONUNBUFFERED=1 PYTHONPATH=.
+export PYTHONUNBUFFERED=1
 
 # part NAME SECONDS COMMAND: at the limit it gets Ctrl-C, which saves. Whatever became of it, the
 # next part begins.
@@ -29,7 +26,8 @@ part() {
 }
 
 part tests 45 python3 -m pytest -q -x test_all.py -k gpu
-part steps 150 python3 results/step.py "$device" "$out/gpu.json" $sizes
+part layers 150 python3 bench.py layer --device "$device" --width "${WIDTH:-768}" --batch-size 8 \
+    --minutes "${MINUTES:-1}" --json "$out/gpu.json"
 for model in atlas transformer atlas-delta titans omeganet; do
     part "train $model" "$limit" python3 train.py --device "$device" --model $model --data "$data" \
         --size "$size" --steps "$steps" --eval-every $((steps / 2)) --out "$runs/$model"
