@@ -44,7 +44,8 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 
-# To add a memory, extend shapes, hidden and gradients; to add a loss, loss and error.
+# To add a memory, extend shapes, hidden and gradients; to add a loss, loss and error. MIRAS, which
+# has more losses, is arXiv 2504.13173.
 MEMORIES = ("linear", "mlp", "gated")
 LOSSES = ("l2", "dot", "huber", "lp")
 EPS = 1e-6                                              # of the norm inside the memory (choice 11)
