@@ -56,8 +56,8 @@ class Rule(NamedTuple):
     memory: str = "mlp"
     loss: str = "l2"
     window: int = 1
-    chunk: int = 64                       # tokens that take gradients at one memory, Eq 16; 1: at the
-                                          # memory before the token, Eq 15
+    chunk: int = 64                       # tokens whose gradients are taken at one memory (Eq 16); 1:
+                                          # at the memory before each token (Eq 15)
     muon_every: int = 0                   # tokens of a block, which share a Newton-Schulz; 0: none
     ns_steps: int = 5
     ns_coefficients: str = "muon"
