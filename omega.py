@@ -56,8 +56,8 @@ class Rule(NamedTuple):
     memory: str = "mlp"
     loss: str = "l2"
     window: int = 1
-    chunk: int = 64                       # tokens whose gradients are taken at one memory (Eq 16); 1:
-                                          # at the memory before each token (Eq 15)
+    chunk: int = 64                       # tokens whose gradients are taken at one memory (Eq 16);
+                                          # 1: at the memory before each token (Eq 15)
     muon_every: int = 0                   # tokens of a block, which share a Newton-Schulz; 0: none
     ns_steps: int = 5
     ns_coefficients: str = "muon"
@@ -174,8 +174,8 @@ def update(rule, U, due):
 
 
 def omega_ref(rule, phi, q, k, v, gates, state):
-    """Run the rule token by token, with gradients by autograd: slow. It begins at the last boundary,
-    so it computes the tokens of an unfinished chunk again.
+    """Run the rule token by token, with gradients by autograd: slow. It begins at the last
+    boundary, so it computes the tokens of an unfinished chunk again.
     q, k, v (B, H, T >= 1, D), gates, state -> y (B, H, T, D), state."""
     ks, vs, gates = join(state, k, v, gates)
     T, pos = gates.keep.shape[2], state.pos                   # of T tokens the first pos are old
