@@ -56,11 +56,12 @@ def normalised(S):
 def newton_schulz(S, steps=5, coefficients="muon"):
     """Return NS(S) of a stack of matrices, by way of G and R: (N, m, n) -> (N, m, n). coefficients
     is a name in COEFFICIENTS, or three numbers."""
-    if S.shape[-2] > S.shape[-1]:
+    m, n = S.shape[-2:]
+    if m > n:
         return newton_schulz(S.mT, steps, coefficients).mT
     a, b, c = COEFFICIENTS.get(coefficients, coefficients)
     X = normalised(S)
-    I = torch.eye(S.shape[-2], dtype=S.dtype, device=S.device)
+    I = torch.eye(m, dtype=S.dtype, device=S.device)
 
     def factor(G):
         return torch.baddbmm(G, G, G, beta=b, alpha=c) + a * I           # Q = a I + b G + c G G
@@ -68,7 +69,7 @@ def newton_schulz(S, steps=5, coefficients="muon"):
     for first in range(0, steps, GRAM_STEPS):
         G = X @ X.mT
         Q = R = factor(G)
-        for _ in range(first + 1, min(first + GRAM_STEPS, steps)):
+        for _ in range(1, min(GRAM_STEPS, steps - first)):
             G = Q @ G @ Q
             Q = factor(G)
             R = Q @ R
