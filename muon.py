@@ -17,7 +17,7 @@ But G's eigenvalues are the squares of X's singular values, so the small ones ha
 digits, and each step magnifies their rounding errors. So after GRAM_STEPS steps G is computed from
 X again.
 
-The outer optimizer of the same name is in train.py.
+The outer optimizer Muon is in train.py. It uses the same function.
 """
 import torch
 
