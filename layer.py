@@ -111,7 +111,7 @@ def check_settings(c, features=poly.FEATURES):
 
 def rule(c):
     """Return the omega.Rule of the settings c."""
-    block = 0                             # of muon_every: no Newton-Schulz
+    block = 0                             # no Newton-Schulz
     if c.muon:
         block = min(c.muon_every or c.chunk, c.chunk)
     norm = c.loss == "dot" and c.memory != "linear"                          # choice 11
@@ -377,7 +377,7 @@ class Memory(nn.Module):
         of the convolution, for the state. docs (B, past + T): from `number`."""
         qkv, n = self.qkv(x), self.conv_width - 1
         inputs = torch.cat([state.conv.to(qkv.dtype), qkv], 1)
-        tail = inputs[:, -n:].clone()                         # a view would keep all of inputs alive
+        tail = inputs[:, -n:].clone()                         # a view would keep all inputs alive
         qkv = F.silu(qkv) if self.conv is None else short_conv(inputs, self.conv, docs)
         if docs is not None:
             qkv = qkv * (docs[:, -x.shape[1]:, None] >= 0)
