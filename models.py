@@ -150,17 +150,17 @@ _linear = dict(memory="linear", features="none", keep=False, **_simple)
 PRESETS = {
     "transformer": dict(attention=True, head_dim=0, attn_window=0),
     "swa": dict(attention=True, head_dim=0),
-    "linear": dict(_linear, loss="dot", window=1),                                    # Eq 45
-    "deltanet": dict(_linear, loss="l2", window=1, error="token"),                    # Eq 47
-    "titans": dict(loss="l2", window=1, features="none", muon=False),                 # Eq 12, 13
-    "dla": dict(_simple, memory="mlp", loss="dot", window=1),                         # Eq 19
-    "swla": dict(_simple, memory="linear", loss="dot", window=8, features="none"),    # Eq 55
-    "deeptransformer": dict(_kernel, loss="dot", window=1),                           # Eq 25
-    "swdt": dict(_kernel, loss="dot", window=8),                                      # Table 1
-    "deepomega": dict(_kernel, loss="l2", window=8),                                  # Eq 27, "Dot"
-    "omeganet": dict(_simple, loss="l2", window=8),                                   # Eq 10
-    "atlas": dict(loss="l2", window=2, error="token"),                           # Eq 15, 32, 33
-    "atlas++": dict(memory="gated", loss="l2", window=2, error="token"),              # Eq 43
+    "linear": dict(_linear, loss="dot", window=1),                                  # Eq 45
+    "deltanet": dict(_linear, loss="l2", window=1, error="token"),                  # Eq 47
+    "titans": dict(loss="l2", window=1, features="none", muon=False),               # Eq 12, 13
+    "dla": dict(_simple, memory="mlp", loss="dot", window=1),                       # Eq 19
+    "swla": dict(_simple, memory="linear", loss="dot", window=8, features="none"),  # Eq 55
+    "deeptransformer": dict(_kernel, loss="dot", window=1),                         # Eq 25
+    "swdt": dict(_kernel, loss="dot", window=8),                                    # Table 1
+    "deepomega": dict(_kernel, loss="l2", window=8),                                # Eq 27, "Dot"
+    "omeganet": dict(_simple, loss="l2", window=8),                                 # Eq 10
+    "atlas": dict(loss="l2", window=2, error="token"),                              # Eq 15, 32, 33
+    "atlas++": dict(memory="gated", loss="l2", window=2, error="token"),            # Eq 43
     "atlas-delta": dict(loss="l2", window=1, error="token", muon=False, expansion=2),
 }
 
