@@ -46,7 +46,7 @@ and drift' are 0, and keepprod' is 1. In matrices whose rows are x_i, d_i, v_i a
     E = keepprod' X W_0 - drift' X S_0 - (P' * (X X^T)) D - V          * entry by entry
     (I + A) E = E_0,   A[i, j] = P'[i, j] (x_i . x_j) / |x_j|^2
 
-E_0 are the errors that there would be if the block wrote nothing. Row i of A is 0 from the first
+E_0 are the errors that there would be if the block had no pairs. Row i of A is 0 from the first
 copy of t(i) on, so A is strictly lower triangular, and one triangular solve gives E. The other
 matrices learn from errors at the anchor.
 """

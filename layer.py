@@ -293,8 +293,8 @@ class Memory(nn.Module):
         raw = functional_call(self.gates, weights, at_least_float32(x))
         keep, step, momentum, gate = heads(raw, c.n_head).split(self.n_gates, -1)
 
-        opened = step.squeeze(-1).sigmoid().square()          # a square closes better  (choice 16)
-        forgets = opened * (-keep).squeeze(-1).sigmoid()
+        opened = step.squeeze(-1).sigmoid().square()          # o of choice 16; a square closes well
+        forgets = opened * (-keep).squeeze(-1).sigmoid()      # o (1 - a)
         keep = 1 - forgets if c.keep else torch.ones_like(opened)            # alpha
         momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None    # theta
         step = opened * self.most(momentum)                                  # eta
@@ -394,7 +394,7 @@ class Memory(nn.Module):
 
     def frozen(self, state, reset=None):
         """Return the memory that `recall` reads: that of now, or M0 where reset (B,) is True."""
-        if reset is not None:             # at a chunk's start the state has no tokens beside W
+        if reset is not None:             # at a chunk's start: W is the whole state, and 0 is M0
             W = tuple(w.where(~reset[:, None, None, None], 0) for w in state.fast.W)
             state = state._replace(fast=state.fast._replace(W=W))
         return self.weights(state)[0]

@@ -13,8 +13,8 @@ state. Three more things are new:
                        gradients are divided by |x|^2, where x is what enters that matrix (choice
                        24).
 
-With muon_every = chunk = 1 and the other defaults of Rule `omega_ref` is `paper`. chunks.py
-computes the same function fast.
+With muon_every = chunk = 1, any window, and the other defaults of Rule `omega_ref` is `paper`.
+chunks.py computes the same function fast.
 
 With forget = "start", what `omega_ref` and chunks.py call W is the difference W - M0, so that
 keep * W decays toward M0; `plus` adds M0 where the memory is applied (choice 21). memory.py lists
