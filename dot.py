@@ -2,14 +2,18 @@
 
     phi*(q) . phi*(k) = exp(q . k)                                                           Eq 23
 
-phi* cannot be formed, and need not be. A matrix that reads phi* is a sum of phi*(k_i)^T w_i, so it
-can keep w_i in a row for each key. It grows with the text, like attention's cache:
+phi* has infinitely many features, but nobody needs them one by one. A matrix that reads phi* learns
+by adding outer products phi*(k_i)^T d_i. So it always is a sum of phi*(k_i)^T w_i, and it is enough
+to keep w_i in a row for each key. It grows with the text, like attention's cache:
 
-    W = [M0; w_1; w_2; ..]   read by rows [q, exp(q . k_1), ..], written by one-hot rows
+    W = [M0; w_1; w_2; ..]   read by rows [q, exp(q . k_1), ..]: q W = q M0 + sum_i exp(q . k_i) w_i
 
-M0 reads q itself, which is the part of degree 1 (choice 19). With the dot loss, a matrix M0 = 0, a
-window of 1 and gates of 1 this is Eq 26: y_t = sum of v_i exp(q_t . k_i). The rest of the rule is
-that of chunks.py, without Newton-Schulz (which exp(k_i . k_j) would allow).
+The gradient of pair i changes w_i alone, so pairs write with one-hot rows in the place of phi*. M0
+reads q itself, which is the part of degree 1 (choice 19).
+
+With the dot loss, a matrix M0 = 0, a window of 1 and gates of 1 this is Eq 26: y_t = sum of
+v_i exp(q_t . k_i). The rest of the rule is that of chunks.py, without Newton-Schulz. (Its Gram
+matrix could be computed from exp(k_i . k_j), but here is no code for that.)
 """
 import sys
 from typing import NamedTuple
@@ -32,7 +36,7 @@ class State(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     gates: omega.Gates
-    keys: torch.Tensor                    # (B, H, t, D)
+    keys: torch.Tensor                    # (B, H, t, D) of all t tokens so far
 
     pos = omega.State.pos
 
@@ -44,9 +48,10 @@ def start(rule, phi, M0, batch, momentum=True):
 
 
 def with_rows(rule, state, k):
-    """Return the state with the keys k (B, H, T, D), and a row for each in what reads phi*."""
+    """Return the state with the new keys k (B, H, T, D), and with a row of 0 for each of them in
+    the matrices that read phi*."""
     keys = torch.cat([state.keys, k], 2)
-    rows = keys.shape[3] + keys.shape[2]
+    rows = keys.shape[3] + keys.shape[2]                      # D + t
     firsts = memory.firsts(rule.memory)
 
     def grow(matrices):
@@ -56,7 +61,7 @@ def with_rows(rule, state, k):
 
 
 class Kernel:
-    """What stands in for phi in chunks.py, which there needs inner products alone."""
+    """What stands in for phi in chunks.read, which needs inner products alone."""
     def inner(self, q, k, *_):
         return (q @ k.mT).exp()                                                          # Eq 23
 
@@ -67,26 +72,33 @@ def reading_rows(x, keys):
 
 
 def block_runner(rule, keys, T):
-    """Return what chunks.run_all calls for a block; the last T of keys are since the boundary."""
+    """Return the function that chunks.run_all calls for each block, in order. The last T of the
+    keys are those since the boundary."""
     t, D = keys.shape[2:]
     keys = keys.flatten(0, 1)
+    # the number of keys at the end of each block
     ends = iter([t - T + block.stop for block in chunks.blocks(rule, T)])
 
     def one_block(rule, kernel, q, k, v, gates, mix, M0, anchor, W, S, newton):
         if mix is None:
             with without_autocast(q):
                 mix = chunks.coefficients(rule, gates)
-        # pair i of n writes row D + end - n + i; those from before the text have a gate of 0
+
+        # the block's pairs are those of the last n of the first `end` keys, and each writes to the
+        # row of its key. Where n exceeds `end`, pairs from before the text have gates of 0
         end, n = next(ends), k.shape[1]
         one_hot = torch.eye(n, dtype=k.dtype, device=k.device)
-        one_hot = F.pad(one_hot, (D + end - n, t - end))
+        one_hot = F.pad(one_hot, (D + end - n, t - end))      # (n, D + t)
+
+        # as in chunks.run_block
         xq = reading_rows(q, keys)
         xk = reading_rows(k, keys)
         one_hot, xk, k, v = (chunks.copies(rule, a) for a in (one_hot[None], xk, k, v))
         v = memory.target(rule.memory, rule.loss, k, v)
         xd = chunks.gradients(rule, kernel, mix, k, v, xk, M0, anchor, W, S)
+
+        # matrices that read phi* are read by rows of the kernel, but written by one-hot rows
         firsts = memory.firsts(rule.memory)
-        # read by kernel rows, written by one-hot rows
         written = [(one_hot, d) for _, d in xd[:firsts]] + xd[firsts:]
         W_end, S_end = chunks.write(rule, mix, written, W, S, newton)
         return chunks.read(rule, kernel, mix, q, k, xq, M0, W, S, None, xd), W_end, S_end
@@ -94,7 +106,8 @@ def block_runner(rule, keys, T):
 
 
 def run(rule, phi, q, k, v, gates, state):
-    """Run the rule. Arguments and results as in omega.omega_ref, but for the state."""
+    """Run the rule. Arguments and results are as in omega.omega_ref, but the state is a `State` of
+    this file."""
     state = with_rows(rule, state, k)
     runner = block_runner(rule, state.keys, state.pos + k.shape[2])
     y, state, _ = chunks.run_all(rule, Kernel(), q, k, v, gates, state, runner)
@@ -109,7 +122,7 @@ def weights(rule, phi, state):
 
 
 class DotMemory(layer.Memory):
-    """The layer with the features phi*."""
+    """The memory layer with the features phi*."""
     engine = sys.modules[__name__]
     features = ("exp",)
 

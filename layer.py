@@ -5,7 +5,8 @@
         +-- gates -- keep, step, momentum, gate -----------------------+                  * -- out
         +-- out_gate -- SiLU -------------------------------------------------------------+
 
-The rule writes (k, v) and reads q.
+short_conv mixes each token with the three before it. The rule (omega.py, run by chunks.py) writes
+the pairs (k, v) to the memory and reads it at q.
 
     layer = Memory(settings(n_embd=64, n_head=4))
     y, state = layer(x)                   # a new sequence: x (B, T, n_embd)
@@ -78,7 +79,7 @@ def settings(**given):
 
 
 def check_settings(c, features=poly.FEATURES):
-    """Raise ValueError if a memory cannot have these settings; name the remedy."""
+    """Raise ValueError, with the remedy, if a memory cannot have the settings c."""
     choices = CHOICES | dict(features=features)
     for name, usual in SETTINGS.items():
         value = getattr(c, name)
@@ -89,7 +90,8 @@ def check_settings(c, features=poly.FEATURES):
             good = value in (True, False)
             wanted = "True or False"
         else:
-            kind, least = type(usual), 0 if name in MAY_BE_0 else 1
+            kind = type(usual)
+            least = 0 if name in MAY_BE_0 else 1
             good = type(value) in (int, kind) and value >= least
             wanted = f"a number of type {kind.__name__}, at least {least}"
         if not good:
@@ -108,8 +110,8 @@ def check_settings(c, features=poly.FEATURES):
 
 
 def rule(c):
-    """Return the omega.Rule of settings. Its muon_every is 0 without Newton-Schulz."""
-    block = 0
+    """Return the omega.Rule of the settings c."""
+    block = 0                             # no Newton-Schulz
     if c.muon:
         block = min(c.muon_every or c.chunk, c.chunk)
     norm = c.loss == "dot" and c.memory != "linear"                          # choice 11
@@ -139,20 +141,23 @@ def heads(x, H):
 
 # ---- documents
 # A row may hold several texts, and padding. So each token has a number: d in document d, and
-# -1 - d if it is masked there. One question decides what a token sees through a window, a
-# convolution or attention: is the number the same? Masked tokens see masked ones, but nobody
-# reads what they say. A state keeps the numbers of its last tokens.
+# -1 - d if it is masked there. Through a window, a convolution or attention a token sees those
+# tokens that have its own number. So masked tokens see masked ones, but nobody reads what they
+# say. A state keeps the numbers of its last tokens.
 
 def number(x, mask, reset, earlier, n):
-    """Return the numbers (B, n + T) of n earlier tokens and of x (B, T, ..); None if none is
-    marked. mask, reset (B, T) or None: as in `Memory.forward`. earlier (B, n): the numbers of the
-    tokens before x; None: all of them belong to the text that x continues."""
+    """Return the numbers (B, n + T) of n earlier tokens and of x (B, T, ..), or None if nothing
+    marks a token: then all belong to one text.
+
+    mask, reset (B, T) or None: as in `Memory.forward`. earlier (B, n): the numbers of the tokens
+    before x, or None if all of them belong to the text that x continues."""
     if mask is None and reset is None and earlier is None:
         return None
     if earlier is None:
         earlier = torch.zeros(len(x), n, dtype=torch.long, device=x.device)
+
     last = F.pad(earlier, (1, 0))[:, -1:]                     # 0 if there are none
-    docs = last.maximum(-1 - last).expand(x.shape[:2])
+    docs = last.maximum(-1 - last).expand(x.shape[:2])        # d of both d and -1 - d
     if reset is not None:
         docs = docs + reset.cumsum(1)
     if mask is not None:
@@ -161,13 +166,15 @@ def number(x, mask, reset, earlier, n):
 
 
 def same_document(docs, T, n):
-    """Return whether each of the last T tokens may see itself and n - 1 before it: (B, T, n)."""
-    return docs[:, 1 - T - n:].unfold(1, n, 1) == docs[:, -T:, None]
+    """Return whether each of the last T tokens may see the n - 1 tokens before it and itself:
+    (B, T, n). docs (B, at least n - 1 + T) from `number`."""
+    windows = docs[:, 1 - T - n:].unfold(1, n, 1)             # (B, T, n)
+    return windows == docs[:, -T:, None]
 
 
 def short_conv(x, taps, docs=None):
-    """Return silu(sum_j taps[j] * x_{t-n+j}) by channel, over the document of x_t: x (B, n + T, C),
-    taps (n + 1, C), docs (B, at least n + T) -> (B, T, C)."""
+    """Return silu(sum_j taps[j] * x_{t-n+j}) for each channel: x (B, n + T, C), taps (n + 1, C),
+    docs (B, at least n + T) -> (B, T, C). Tokens of other documents than that of x_t count as 0."""
     total, T = 0, x.shape[1] - len(taps) + 1
     for j, tap in enumerate(taps.to(x.dtype)):
         row = x[:, j:j + T]
@@ -178,8 +185,8 @@ def short_conv(x, taps, docs=None):
 
 
 def limit(gates, docs):
-    """Return gates by which masked tokens write, forget and carry nothing, and by which a window
-    holds pairs of its token's document alone. docs (B, at least window - 1 + T)."""
+    """Return gates that respect the numbers docs (B, at least window - 1 + T): at masked tokens the
+    memory and its momentum stay as they are, and a token writes only pairs of its document."""
     keep, step, momentum, gate, _ = gates
     T, window = gate.shape[2:]
     real = docs[:, None, -T:] >= 0                            # (B, 1, T), for all heads
@@ -192,18 +199,18 @@ def limit(gates, docs):
 # ---- the memory layer
 class MemoryState(NamedTuple):
     """What a Memory carries from call to call."""
-    fast: tuple                           # omega.State without M0, which is the layer's
+    fast: tuple                           # omega.State, without M0: that belongs to the layer
     conv: torch.Tensor                    # (B, 3, 3 H D), the last inputs of the convolution
-    fits: dict                            # what it depends on: `fits` of the layer
-    docs: torch.Tensor | None = None      # (B, layer.past), from `number`; None: no marks
+    fits: dict                            # the settings it depends on, from the function `fits`
+    docs: torch.Tensor | None = None      # (B, layer.past), from `number`
 
 
 class Memory(nn.Module):
     """The layer. config: `settings`, or a models.Config; layer: its number, from 0."""
     conv_width = 4
-    engine = chunks                       # the module that runs the rule
-    features = poly.FEATURES
-    autocast_on = ("cuda",)               # where autocast reaches the products of the memory, too
+    engine = chunks                       # the module that runs the rule; DotMemory has another
+    features = poly.FEATURES              # the kinds of phi that it can have
+    autocast_on = ("cuda",)               # devices where the rule's products are autocast, too
 
     def __init__(self, config, layer=0):
         super().__init__()
@@ -213,11 +220,11 @@ class Memory(nn.Module):
         self.rule, self.inner = rule(c), inner
         self.period = c.chunk             # tokens between two places where a text may begin
         self.past = max(self.conv_width, c.window) - 1        # tokens before x that x looks at
-        self.looks_back = c.conv and c.lookback == layer + 1  # choice 23
+        self.looks_back = c.conv and c.lookback == layer + 1  # keys start late: choice 23
 
         self.qkv = nn.Linear(d, 3 * inner, bias=False)
         self.conv = nn.Parameter(torch.zeros(self.conv_width, 3 * inner)) if c.conv else None
-        self.n_gates = [1, 1, int(c.momentum), c.window]      # as in make_gates
+        self.n_gates = [1, 1, int(c.momentum), c.window]      # keep, step, momentum, gate of a head
         self.gates = nn.Linear(d, H * sum(self.n_gates))
         self.phi = poly.Features(c.features, c.head_dim, c.degree, seed=layer)
         shapes = memory.shapes(c.memory, self.phi.out_dim, c.expansion * c.head_dim, c.head_dim)
@@ -228,7 +235,8 @@ class Memory(nn.Module):
         self.init()
 
     def init(self):
-        """Set the starting values that nn.Linear has not set. Call it after model.apply(..)."""
+        """Set the starting values that nn.Linear has not set. What draws the Linear layers anew, as
+        models.LM does, must call this afterwards."""
         if self.conv is not None:         # each channel begins with a random mixture of tokens
             nn.init.normal_(self.conv, std=self.conv_width ** -0.5)
         self.init_M0(self.M0)
@@ -239,35 +247,39 @@ class Memory(nn.Module):
         self.init_gates()
 
     def init_M0(self, M0):
-        """Let the first matrices make x W as long as 2 phi(k), and the last add little."""
+        """Draw M0. The first matrices of a deep memory make x W about twice as long as x = phi(k).
+        The last one is small, so that at first the memory adds little to its residual."""
         if self.config.memory == "linear":                                   # choice 10
             last = 0.0
         elif self.rule.norm:
             last = 1.0
         else:
             last = 0.25
+        width = M0[-1].shape[1]           # the hidden units, or E for a matrix
         for W in M0:
             std = last if W is M0[-1] else 2.0
-            nn.init.normal_(W, std=std * M0[-1].shape[1] ** -0.5)
+            nn.init.normal_(W, std=std * width ** -0.5)
 
     @torch.no_grad()
     def init_lookback(self):
         """Let k_t start as q_{t-1}, so that a query finds what came next (choice 23)."""
-        n = self.inner                                        # numbers of each of q, k, v
+        n = self.inner                                        # q has the first n channels, then k
         self.qkv.weight[n:2 * n] = self.qkv.weight[:n]
+        # the last tap is that of t. Those of k_t are those of q_t, one token earlier
         self.conv[0, :n] = 0
         self.conv[:-1, n:2 * n] = self.conv[1:, :n]
         self.conv[-1, n:2 * n] *= 0.1                         # the first key needs a direction
 
     @torch.no_grad()
     def init_gates(self):
-        """Let heads keep 0.73 .. 0.998 where a step is at its bound (choice 16). Steps start at 1/4
-        of it, momentum and gates at 1/2."""
+        """Set where the gates start. Where a step is at its bound, the first head keeps 0.73 of its
+        memory and the last 0.998 (choice 16). Steps start at 1/4 of the bound, momentum and gates
+        at 1/2."""
         H, c = self.config.n_head, self.config
         nn.init.normal_(self.gates.weight, std=0.02)
         bias = torch.zeros(H, sum(self.n_gates))
         bias[:, 0] = torch.linspace(1, 6, H) if H > 1 else 3.5
-        if c.error == "token":            # a window begins as a window of 1 (choice 6)
+        if c.error == "token":            # older pairs start nearly closed (choice 6)
             bias[:, -c.window:-1] = -3
         self.gates.bias.copy_(bias.flatten())
 
@@ -275,32 +287,33 @@ class Memory(nn.Module):
         """Return the omega.Gates of x, token by token: keep, step, momentum (B, H, T) and gate
         (B, H, T, window)."""
         c = self.config
-        weights = self.gates.named_parameters()               # of a LoRA, too, if there is one
+        # the linear map in float32; functional_call also runs what stands in its place, as a LoRA
+        weights = self.gates.named_parameters()
         weights = {name: at_least_float32(p) for name, p in weights}
         raw = functional_call(self.gates, weights, at_least_float32(x))
         keep, step, momentum, gate = heads(raw, c.n_head).split(self.n_gates, -1)
 
-        opened = step.squeeze(-1).sigmoid().square()          # squared, it closes well  (choice 16)
-        forgets = opened * (-keep).squeeze(-1).sigmoid()
+        opened = step.squeeze(-1).sigmoid().square()          # o of choice 16; a square closes well
+        forgets = opened * (-keep).squeeze(-1).sigmoid()      # o (1 - a)
         keep = 1 - forgets if c.keep else torch.ones_like(opened)            # alpha
         momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None    # theta
         step = opened * self.most(momentum)                                  # eta
         gate = gate.sigmoid()                                                # gamma
-        if c.error == "chunk" or c.window == 1:               # a window shares 1  (choice 6)
+        if c.error == "chunk" or c.window == 1:               # a window's pairs share 1  (choice 6)
             gate = gate / c.window
-        else:                                                 # a token's own pair has 1 for itself
+        else:                                                 # older pairs share 1; the own has 1
             older, own = gate[..., :-1], gate[..., -1:]
             gate = torch.cat([older / (c.window - 1), own], -1)
         return omega.Gates(keep, step, momentum, gate)
 
     def most(self, momentum):
-        """Return the bound of the step."""
+        """Return the bound of the step, given the momentum (choice 16)."""
         c = self.config
         if not self.rule.solves:                              # a chunk is one big step
             return c.max_step * (2 / c.chunk)
         if momentum is None:
             return c.max_step
-        return c.max_step * (1 - momentum)                    # what momentum repeats adds up to 1
+        return c.max_step * (1 - momentum)                    # momentum repeats a step 1 / (1 - ..)
 
     def start(self, x):
         """Return the state before the first token, for a batch of len(x) sequences."""
@@ -309,8 +322,8 @@ class Memory(nn.Module):
         return MemoryState(fast._replace(M0=()), conv, fits(self.config))
 
     def with_M0(self, fast, M0):
-        """Return an omega.State with M0, which belongs to the layer and not to its states. Raises
-        ValueError if something has cast it."""
+        """Return the omega.State `fast`, completed by the layer's M0 where W is counted from it.
+        Raises ValueError if something has cast the state to 16 bits."""
         if fast.W[0].element_size() < 4:
             raise ValueError("the state's fast weights were cast to 16 bits; "
                              "with FSDP give cast_forward_inputs=False")
@@ -319,25 +332,29 @@ class Memory(nn.Module):
         return fast._replace(M0=tuple(M0))
 
     def learn(self, q, k, v, gates, fast):
-        """Run the rule -> y (B, H, T, D), and the state of the fast weights after it."""
+        """Run the rule from the state `fast` -> y (B, H, T, D), and the state after the last token.
+        Both states are without M0."""
         fast = self.with_M0(fast, self.M0)
         y, fast = self.engine.run(self.rule, self.phi, q, k, v, gates, fast)
         return y, fast._replace(M0=())
 
     def weights(self, state):
-        """Return the memory as a query reads it now, matrices (B, H, in, out); and its momentum."""
+        """Return the memory as a query would read it now, and its momentum: two tuples of matrices
+        (B, H, in, out)."""
         return self.engine.weights(self.rule, self.phi, self.with_M0(state.fast, self.M0))
 
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), MemoryState or None -> (B, T, n_embd), MemoryState.
 
-        mask (B, T) bool is False at tokens that write nothing, forget nothing, and that no token
-        looks at. reset (B, T) bool is True where a text begins. Raises ValueError as `check_input`,
-        and for a reset where no chunk (with shards: no shard) begins. A token of NaN or infinity
-        spoils all outputs of its chunk, those before it, too, unless it is masked."""
+        mask (B, T) bool is False at padding: such tokens write nothing and forget nothing, and no
+        other token looks at them. reset (B, T) bool is True where a text begins; this must be where
+        a chunk begins (with shards: a shard). Raises ValueError if it is not, and as `check_input`.
+        A token of NaN or infinity spoils all outputs of its chunk, even those before it; if it is
+        masked it spoils none."""
         x = check_input(self, x, state, mask, reset)
         state = state or self.start(x)
         docs = number(x, mask, reset, state.docs, self.past)
+
         q, k, v, gates, tail = self.project(x, state, docs)
         if docs is not None:
             gates = limit(gates, docs)
@@ -348,18 +365,19 @@ class Memory(nn.Module):
                                  "shards: a shard) begins")
             gates = gates._replace(reset=reset[:, None].expand_as(gates.keep))
 
-        with nullcontext() if x.device.type in self.autocast_on else without_autocast(x):
+        autocast = nullcontext() if x.device.type in self.autocast_on else without_autocast(x)
+        with autocast:
             y, fast = self.learn(q, k, v, gates, state.fast)
         if docs is not None:
             docs = docs[:, -self.past:].clone()
         return self.finish(x, y), MemoryState(fast, tail, fits(self.config), docs)
 
     def project(self, x, state, docs=None):
-        """Return q, k, v (B, H, T, D), 0 at masked tokens; the gates; and what the convolution
-        carries on. docs (B, past + T): from `number`."""
+        """Return q, k, v (B, H, T, D), which are 0 at masked tokens; the gates; and the last inputs
+        of the convolution, for the state. docs (B, past + T): from `number`."""
         qkv, n = self.qkv(x), self.conv_width - 1
         inputs = torch.cat([state.conv.to(qkv.dtype), qkv], 1)
-        tail = inputs[:, -n:].clone()                         # a view would keep all alive
+        tail = inputs[:, -n:].clone()                         # a view would keep all inputs alive
         qkv = F.silu(qkv) if self.conv is None else short_conv(inputs, self.conv, docs)
         if docs is not None:
             qkv = qkv * (docs[:, -x.shape[1]:, None] >= 0)
@@ -375,8 +393,8 @@ class Memory(nn.Module):
         return self.out(y * F.silu(self.out_gate(x)))
 
     def frozen(self, state, reset=None):
-        """Return what `recall` reads: the memory now, or where reset (B,) is True as at first."""
-        if reset is not None:             # it stands at a chunk's start, where W is all there is
+        """Return the memory that `recall` reads: that of now, or M0 where reset (B,) is True."""
+        if reset is not None:             # at a chunk's start: W is the whole state, and 0 is M0
             W = tuple(w.where(~reset[:, None, None, None], 0) for w in state.fast.W)
             state = state._replace(fast=state.fast._replace(W=W))
         return self.weights(state)[0]
@@ -386,7 +404,8 @@ class Memory(nn.Module):
         return memory.apply(self.config.memory, frozen, self.phi(q), q, self.rule.norm)
 
 
-# ---- states. That of an LM is a tuple of one for each layer; these functions take both
+# ---- states. These functions take that of a layer, or that of a models.LM: a tuple of one for each
+# of its layers
 torch.serialization.add_safe_globals([omega.State, omega.Gates, MemoryState])
 
 
@@ -398,17 +417,18 @@ def map_state(f, state):
 
 
 def detach(state):
-    """Return the state cut off from the autograd graph: for streams, segments, and torch.save."""
+    """Return the state without its autograd graph, so that later gradients end here. Streams,
+    training in segments, and torch.save need this."""
     return map_state(torch.Tensor.detach, state)
 
 
 def select(state, rows):
-    """Return the state of these sequences of the batch, a list or tensor of indices. It reorders,
-    repeats and drops them. Raises ValueError for other rows."""
+    """Return the state of some sequences of the batch. rows is a list or tensor of their indices,
+    in any order, also repeated. Raises ValueError if it is something else."""
     rows = torch.as_tensor(rows)
     if rows.dim() != 1 or rows.numel() and rows.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"rows is a list of indices, not {rows.tolist()}")
-    return map_state(lambda a: a[rows.long()], state)         # an empty list comes as float32
+    return map_state(lambda a: a[rows.long()], state)         # an empty list became float32
 
 
 # ---- checks of what a layer is given
@@ -422,7 +442,7 @@ def fits(config):
 
 
 def check_state(layer, state, batch=None):
-    """Raise ValueError if the state does not fit the layer, or a batch of another size."""
+    """Raise ValueError if the state does not fit the layer, or does not have `batch` sequences."""
     if not hasattr(state, "fits"):
         raise ValueError(f"a layer takes a state of its own, not a {type(state).__name__}")
     for name, here in fits(layer.config).items():
@@ -435,7 +455,7 @@ def check_state(layer, state, batch=None):
 
 
 def check_input(layer, x, state, mask, reset):
-    """Return x with 0 where the mask is False, whatever stands there. Raise ValueError if x is not
+    """Return x with 0 where the mask is False, even where x is NaN. Raise ValueError if x is not
     (B >= 1, T >= 1, n_embd), if mask or reset is not (B, T) bool, or if the state does not fit."""
     width = layer.config.n_embd
     if x.dim() != 3 or not x.numel() or x.shape[2] != width:

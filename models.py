@@ -5,8 +5,8 @@
 
 There are two loops. The outer loop (train.py) learns every nn.Parameter, among them M0, where each
 memory starts. The inner loop (omega.py) runs inside of forward. It starts from M0 at the beginning
-of a sequence and changes only the fast weights W of that sequence; the `state` that forward returns
-holds them.
+of a sequence and changes only the fast weights W of that sequence, which are in the `state` that
+forward returns.
 """
 import math
 import re
@@ -33,7 +33,8 @@ FEATURES = (*Memory.features, *DotMemory.features)
 @dataclass
 class Config:
     """Everything needed to rebuild the network. Each field is a flag of train.py and is saved in
-    checkpoints. The settings of the memory alone are those of layer.settings."""
+    checkpoints. A field has its default, its help, and what values it takes (common.opt). The
+    fields that layer.settings has, too, are those of the memory layer."""
     vocab_size: int = opt(65, "number of different tokens; the tokenizer sets it", low=1)
     n_layer: int = opt(2, "number of blocks", low=1)
     n_head: int = opt(8, "number of heads; each has its own memory", low=1)
@@ -130,8 +131,8 @@ class Config:
                             "layer; lower --degree, --head-dim or --n-head")
 
     def period(self):
-        """Return the number of tokens after which a chunk (or shard) begins, in MAC together with a
-        segment; 1 for attention."""
+        """Return the number of tokens between two places where a new text may begin. There a chunk
+        (or shard) begins, and in MAC also a segment. For attention it is 1."""
         if self.attention:
             return 1
         chunk = self.shard or self.chunk
@@ -139,30 +140,27 @@ class Config:
 
 
 # ---- models and sizes
-# The models of Table 1 as differences from Config's defaults. A preset without a memory takes that
-# of the size. The paper trains with errors at a chunk's start (Eq 16), which approximates Eq 15;
-# `atlas` takes them at the token, as in Eq 15. `atlas-delta` is ours, not the paper's: it has no
-# window and no Newton-Schulz. Both were chosen by measuring (results/README.md).
+# The models of Table 1 as differences from Config's defaults. A preset that does not set `memory`
+# takes the memory of the size. The paper trains with errors at a chunk's start (Eq 16), which
+# approximates Eq 15; `atlas` takes them at the token, as in Eq 15. `atlas-delta` is ours, not the
+# paper's: it has no window and no Newton-Schulz. Measurements led to both (results/README.md).
 _simple = dict(momentum=False, muon=False)
 _kernel = dict(memory="mlp", features="exp", keep=False, **_simple)
 _linear = dict(memory="linear", features="none", keep=False, **_simple)
 PRESETS = {
     "transformer": dict(attention=True, head_dim=0, attn_window=0),
     "swa": dict(attention=True, head_dim=0),
-    # Eq 45, 47, 12 and 13, 19, 55
-    "linear": dict(_linear, loss="dot", window=1),
-    "deltanet": dict(_linear, loss="l2", window=1, error="token"),
-    "titans": dict(loss="l2", window=1, features="none", muon=False),
-    "dla": dict(_simple, memory="mlp", loss="dot", window=1),
-    "swla": dict(_simple, memory="linear", loss="dot", window=8, features="none"),
-    # Eq 25, Table 1, Eq 27 ("Dot")
-    "deeptransformer": dict(_kernel, loss="dot", window=1),
-    "swdt": dict(_kernel, loss="dot", window=8),
-    "deepomega": dict(_kernel, loss="l2", window=8),
-    # Eq 10; Eq 15, 32, 33; Eq 43
-    "omeganet": dict(_simple, loss="l2", window=8),
-    "atlas": dict(loss="l2", window=2, error="token"),
-    "atlas++": dict(memory="gated", loss="l2", window=2, error="token"),
+    "linear": dict(_linear, loss="dot", window=1),                                  # Eq 45
+    "deltanet": dict(_linear, loss="l2", window=1, error="token"),                  # Eq 47
+    "titans": dict(loss="l2", window=1, features="none", muon=False),               # Eq 12, 13
+    "dla": dict(_simple, memory="mlp", loss="dot", window=1),                       # Eq 19
+    "swla": dict(_simple, memory="linear", loss="dot", window=8, features="none"),  # Eq 55
+    "deeptransformer": dict(_kernel, loss="dot", window=1),                         # Eq 25
+    "swdt": dict(_kernel, loss="dot", window=8),                                    # Table 1
+    "deepomega": dict(_kernel, loss="l2", window=8),                                # Eq 27, "Dot"
+    "omeganet": dict(_simple, loss="l2", window=8),                                 # Eq 10
+    "atlas": dict(loss="l2", window=2, error="token"),                              # Eq 15, 32, 33
+    "atlas++": dict(memory="gated", loss="l2", window=2, error="token"),            # Eq 43
     "atlas-delta": dict(loss="l2", window=1, error="token", muon=False, expansion=2),
 }
 
@@ -183,14 +181,14 @@ SHAPES = {
     "760m": (24, 16, 1536),
     "1.3b": (18, 8, 2048),
 }
-# Wide heads have too many monomials, so here phi is a sketch of 1 + D + 79 features, a multiple of
-# 16, which GPUs like. They also need long chunks.
+# Wide heads have too many monomials, so these sizes have a sketch of 1 + D + 79 features. This is a
+# multiple of 16, which GPUs like. Wide heads also need long chunks.
 for _name, (_layers, _heads, _width) in SHAPES.items():
     SIZES[_name] = dict(n_layer=_layers, n_head=_heads, n_embd=_width, tie=_width < 768, head_dim=0,
                         memory="mlp", features="sketch", chunk=512)
 
-# Errors at the token are as good in long chunks. But they are solved for in a system of chunk x
-# window pairs; these sizes of it are fast.
+# With errors at the token a model learns as well in long chunks as in short ones. But each chunk
+# solves a system of chunk x window pairs, and systems of this many pairs are fast.
 SYSTEM = {"tiny": 64, "baby": 128}
 
 
@@ -217,7 +215,7 @@ def build(preset="atlas", size="tiny", **overrides):
 
 # ---- torch.compile
 def compile_chunks(**options):
-    """Compile chunks.run_block with torch.compile, which also sets options of the whole process."""
+    """Compile chunks.run_block with torch.compile. This sets options of the whole process."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     torch._functorch.config.backward_pass_autocast = "off"    # backward has the types of forward
     torch._functorch.config.activation_memory_budget = 0.0    # backward recomputes a block
@@ -237,7 +235,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        hidden = -(-config.n_embd * 8 // 3 // 16) * 16
+        hidden = -(-config.n_embd * 8 // 3 // 16) * 16        # 8/3 n_embd, up to a multiple of 16
         self.gate = nn.Linear(config.n_embd, hidden, bias=False)
         self.up = nn.Linear(config.n_embd, hidden, bias=False)
         self.out = nn.Linear(hidden, config.n_embd, bias=False)
@@ -289,26 +287,28 @@ class LM(nn.Module):
         """Set all starting values, also of buffers: a model made on the meta device has none."""
         if self.config.tie:
             self.head.weight = self.embed.weight
+
         for name, m in self.named_modules():
             if isinstance(m, (Norm, Features)):
                 m.init()
-            if isinstance(m, nn.Linear):
+            if isinstance(m, nn.Linear):  # what adds to the residual stream begins smaller
                 scale = (2 * self.config.n_layer) ** -0.5 if name.endswith(".out") else 1.0
                 nn.init.normal_(m.weight, std=scale * m.in_features ** -0.5)
         nn.init.normal_(self.embed.weight, std=0.02 if self.config.tie else 1.0)
-        for m in self.modules():
+
+        for m in self.modules():          # after the Linear layers, some of which they change
             if isinstance(m, (Memory, Wiring)):
                 m.init()
 
     def forward(self, tokens, state=None, mask=None, reset=None):
-        """Read tokens (B, T >= 1) after an earlier state, or None -> logits (B, T, vocab_size), and
-        the state after the last token. A sequence gives the same logits in one call or in several.
-        Raises ValueError if tokens or state do not fit.
+        """Read tokens (B, T >= 1), from the beginning or after an earlier state -> logits
+        (B, T, vocab_size), and the state after the last token. A sequence gives the same logits in
+        one call or in several. Raises ValueError if tokens or state do not fit.
 
-        mask (B, T) bool is False at padding: such tokens write nothing, forget nothing, and no
-        token looks at them. Padding does not move the chunks: they begin at the same places in all
-        rows. reset (B, T) bool is True where a row begins a new text, with a new memory; this must
-        be the first token of a chunk (see `Memory.forward`)."""
+        mask (B, T) bool is False at padding: such tokens write nothing and forget nothing, and no
+        other token looks at them. Padding counts where chunks are cut: they begin at the same
+        places in all rows. reset (B, T) bool is True where a row begins a new text, with a new
+        memory; this must be the first token of a chunk (see `Memory.forward`)."""
         x = self.embed(tokens)
         if self.config.tie:
             x = x * self.config.n_embd ** 0.5
@@ -328,8 +328,9 @@ class LM(nn.Module):
 
     def loss(self, tokens, targets, mask=None, reset=None):
         """Return the mean cross entropy, in nats, of targets (B, T) given tokens (B, T). Targets of
-        -100 and those of masked tokens do not count; the last token before padding needs a -100.
-        config.polarise adds a penalty on undecided attention gates. mask, reset: see `forward`."""
+        -100 and those of masked tokens do not count. The caller gives -100 as the target of the
+        last token before padding. config.polarise adds a penalty on undecided attention gates.
+        mask, reset: see `forward`."""
         if targets.shape != tokens.shape:
             raise ValueError(f"targets are (B, T) {tuple(tokens.shape)}, not "
                              f"{tuple(targets.shape)}")
@@ -348,7 +349,8 @@ class LM(nn.Module):
         return loss
 
     def compile_memory(self, **options):
-        """Compile memory, SwiGLU and Norm of all models, and the attention blocks of this one."""
+        """Compile the memory, SwiGLU and Norm of all models, and the attention blocks of this
+        one."""
         compile_chunks(**options)
         compile_function(Memory, "project", **options)
         compile_function(Memory, "finish", **options)
@@ -359,7 +361,8 @@ class LM(nn.Module):
                 block.compile(dynamic=False, **options)
 
     def set_floor(self, done):
-        """Set --memory-floor for the share of the training that is done (see `Wiring`)."""
+        """Set the floor that --memory-floor gives for `done`, the share of the training that is
+        done (see `Wiring`)."""
         for m in self.modules():
             if isinstance(m, Wiring):
                 m.set_floor(done)
@@ -371,22 +374,22 @@ class LM(nn.Module):
                  state=None):
         """Yield max_new_tokens new tokens, (B,) each, that continue tokens (B, T). `state` is that
         of a text before the tokens. At the end return the state after all tokens but the last,
-        which has not been read: state = yield from model.generate(..).
+        which the model has not read: state = yield from model.generate(..).
 
-        Call eval() first if the model has dropout. temperature 0 takes the likeliest token; top_k 0
-        and top_p 1 are off. All tokens cost the same unless the state grows (`holds_all`). Raises
-        ValueError, at the first token, for an empty prompt, a number below 0 or nan, or a top_p
-        above 1."""
+        Call eval() first if the model has dropout. temperature 0 takes the likeliest token. top_k 0
+        and top_p 1 switch these limits off. All tokens cost the same unless the state grows
+        (`holds_all`). Raises ValueError, at the first token, for an empty prompt, for a number
+        below 0 or nan, and for a top_p above 1."""
         if not tokens.numel():
             raise ValueError("a prompt is (B, T >= 1); to begin with nothing, give a newline")
         numbers = max_new_tokens, temperature, top_k, top_p
-        if not all(a >= 0 for a in numbers) or top_p > 1:     # nan is not
+        if not all(a >= 0 for a in numbers) or top_p > 1:     # nan >= 0 is False
             raise ValueError("max_new_tokens, temperature, top_k and top_p are at least 0, and "
                              f"top_p to 1, not {numbers}")
-        for _ in range(max(1, max_new_tokens)):               # if 0, it still reads the tokens
-            # not compiled: there would be too many shapes
+        for _ in range(max(1, max_new_tokens)):               # for 0 new tokens read the prompt
+            # without torch.compile, because lengths change: there would be too many shapes
             with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-                for piece in tokens.split(1024, -1):          # the logits of a prompt take memory
+                for piece in tokens.split(1024, -1):          # all logits would take much memory
                     logits, state = self(piece, state)
                 token = sample(logits[:, -1].float(), temperature, top_k, top_p, generator)
                 tokens = token[:, None]
@@ -400,13 +403,15 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     fewest tokens whose probabilities add up to top_p."""
     if temperature == 0:
         return logits.argmax(-1)
+
     logits, order = (logits / max(temperature, 1e-30)).sort(descending=True)
     if top_k:
         logits[:, top_k:] = -torch.inf
     probs = logits.softmax(-1)
-    if top_p < 1:                         # keep the token that crosses top_p
+    if top_p < 1:                         # drop tokens once those above them add up to top_p
         above = probs.cumsum(-1) - probs
         probs = probs.masked_fill(above >= max(top_p, 1e-9), 0)
+
     drawn = torch.multinomial(probs, 1, generator=generator)
     return order.gather(1, drawn)[:, 0]
 

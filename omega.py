@@ -1,10 +1,24 @@
 """omega.py - how the memory learns at test time: the Omega rule, momentum and Newton-Schulz.
 
 `paper` is the rule as printed (ATLAS 3 - 5), for one sequence and head. `omega_ref` is the rule as
-this project runs it: any loss, gradients at chunk boundaries, blocks that share a Newton-Schulz, a
-state to go on from. chunks.py computes the same function fast. In both W is counted from M0 if
-forget is "start", and M0 is added where the memory is applied (choice 21). Symbols: memory.py.
-Choices: results/choices.md.
+this project runs it, for all sequences and heads at once. It has any loss, and it goes on from a
+state. Three more things are new:
+
+    chunk              All gradients of a chunk are taken at the memory before it, the anchor (Eq
+                       16). The places where chunks begin are called boundaries.
+    block              The steps of muon_every tokens wait in U until one Newton-Schulz writes them.
+                       Until then queries read W - U (choice 15). Without Newton-Schulz a chunk is
+                       one block.
+    error = "token"    A pair's error is measured with the last matrix as it is now, W - U. Its
+                       gradients are divided by |x|^2, where x is what enters that matrix (choice
+                       24).
+
+With muon_every = chunk = 1, any window, and the other defaults of Rule `omega_ref` is `paper`.
+chunks.py computes the same function fast.
+
+With forget = "start", what `omega_ref` and chunks.py call W is the difference W - M0, so that
+keep * W decays toward M0; `plus` adds M0 where the memory is applied (choice 21). memory.py lists
+the symbols, and results/choices.md the choices. phi is a feature map of poly.py.
 """
 from typing import NamedTuple
 
@@ -27,7 +41,7 @@ def paper(kind, M0, phi, q, k, v, keep, step, momentum, gate):
         i = slice(max(0, t - window + 1), t + 1)              # the window of token t
 
         def loss(W):                                                     # Eq 9; 1/2: choice 2
-            errors = memory.apply(kind, W, xk[i], k[i]) - v[i]
+            errors = memory.apply(kind, W, xk[i], k[i]) - v[i]           # fewer at the beginning
             return (gate[t, -len(errors):] * 0.5 * errors.square().sum(-1)).sum()
 
         S = [momentum[t] * s + g for s, g in zip(S, grad(loss)(W))]                        # Eq 33
@@ -37,30 +51,32 @@ def paper(kind, M0, phi, q, k, v, keep, step, momentum, gate):
 
 
 class Rule(NamedTuple):
-    """What is learned and how: MIRAS' memory, loss and algorithm (keep is its retention)."""
+    """What is learned, and how. These are three of MIRAS' four choices: memory, attentional bias
+    (the loss) and algorithm. The fourth, retention, is keep."""
     memory: str = "mlp"
     loss: str = "l2"
     window: int = 1
-    chunk: int = 64                       # tokens between two boundaries; 1: token by token, Eq 15
+    chunk: int = 64                       # tokens whose gradients are taken at one memory (Eq 16);
+                                          # 1: at the memory before each token (Eq 15)
     muon_every: int = 0                   # tokens of a block, which share a Newton-Schulz; 0: none
     ns_steps: int = 5
     ns_coefficients: str = "muon"
     forget: str = "zero"                  # W decays to zero as printed, or "start": M0 (choice 21)
     norm: bool = False                    # divide the last output of a deep memory by its RMS
     ball: float = 0.0                     # largest norm of a matrix of W at a boundary; 0: no bound
-    error: str = "chunk"                  # where an error is measured: at the boundary, Eq 16; or
-                                          # with "token" by the last matrix after the token before
-                                          # (Eq 15) and the others at the boundary (choice 24)
+    error: str = "chunk"                  # "chunk": errors are those of the boundary's memory (Eq
+                                          # 16). "token": the last matrix is that of the token
+                                          # before (Eq 15), the others the boundary's (choice 24)
 
     @property
     def solves(self):
-        """Whether chunks.py solves for errors, which it can with the l2 loss and without norm. The
-        dot loss needs no solve: its error is -v."""
+        """Return whether chunks.py solves a system for the errors. It can for the l2 loss without
+        norm. The dot loss needs no system, because its error is -v."""
         return self.error == "token" and self.loss != "dot"
 
     def bound(self, W):
-        """Return W, each matrix scaled back to the norm `ball`. The outer gradient takes the scale
-        for a constant (choice 22)."""
+        """Return W, with each matrix whose norm is above `ball` scaled back to it. The outer
+        gradient takes the scale for a constant (choice 22)."""
         if not self.ball:
             return W
         norms = [torch.linalg.matrix_norm(w.detach(), keepdim=True) for w in W]
@@ -73,37 +89,39 @@ class Gates(NamedTuple):
     step: torch.Tensor                    # (B, H, T)
     momentum: torch.Tensor | None         # (B, H, T) in [0, 1); None: no momentum
     gate: torch.Tensor                    # (B, H, T, window); [..., -1] weighs the token itself
-    reset: torch.Tensor | None = None     # (B, H, T) bool, True only at a chunk's first token, with
-                                          # forget = "start": W - M0 and S become 0 before it. The
-                                          # caller sets gates of older pairs to 0
+    reset: torch.Tensor | None = None     # (B, H, T) bool: where it is True, W - M0 and S become 0
+                                          # before the token. It needs forget = "start" and the
+                                          # first token of a chunk. The caller closes the gates that
+                                          # look at pairs before it
 
 
 class State(NamedTuple):
     """What the rule carries on: the memory at the last boundary and the tokens since. Its size does
     not grow with the text."""
     M0: tuple                             # matrices (H, in, out); () with forget = "zero"
-    W: tuple                              # W - M0 (without M0: W), matrices (B, H, in, out)
+    W: tuple                              # matrices (B, H, in, out): W - M0, or W if M0 is ()
     S: tuple                              # likewise; () without momentum
-    k: torch.Tensor                       # (B, H, past + pos, D): keys since the boundary, and up
-                                          # to window - 1 before it
+    k: torch.Tensor                       # (B, H, past + pos, D): the pos keys since the boundary,
+                                          # after the last `past` <= window - 1 keys before it
     v: torch.Tensor                       # their values
-    gates: Gates                          # of the tokens since the boundary; reset is None, for it
-                                          # has been applied
+    gates: Gates                          # of the tokens since the boundary. reset is None, because
+                                          # W and S have been reset
 
     @property
     def pos(self):
-        """Tokens since the boundary."""
+        """Return the number of tokens since the boundary."""
         return self.gates.keep.shape[2]
 
 
 def start(rule, phi, M0, batch, momentum=True):
     """Return the state before the first token: W = M0, S = 0 (choice 10). M0: (H, in, out) each."""
-    # clone: AdamW steps in place
+    # a copy, because AdamW changes M0 in place
     W = tuple(at_least_float32(w).expand(batch, *w.shape).clone() for w in M0)
     zeros = tuple(torch.zeros_like(w) for w in W)
     S = zeros if momentum else ()
-    no_pairs = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)
-    none = no_pairs[..., 0]
+
+    no_pairs = W[0].new_zeros(batch, W[0].shape[1], 0, phi.dim)              # (B, H, 0, D)
+    none = no_pairs[..., 0]                                                  # (B, H, 0)
     gate = none.new_zeros(*none.shape, rule.window)
     gates = Gates(none, none, none if momentum else None, gate)
     if rule.forget == "start":
@@ -112,7 +130,7 @@ def start(rule, phi, M0, batch, momentum=True):
 
 
 def join(state, k, v, gates):
-    """Return keys and values of the state and of new tokens in a row, the gates likewise."""
+    """Return keys, values and gates of the state's tokens and of new tokens, joined along T."""
     def append(old, new):
         return torch.cat([old, new], 2) if new is not None and old.shape[2] else new
 
@@ -122,8 +140,9 @@ def join(state, k, v, gates):
 
 
 def since(rule, state, W, S, k, v, gates):
-    """Return the state after the tokens that `join` put in a row; W and S: at the last boundary."""
-    def tail(a, n):                                           # a view would keep all of a alive
+    """Return the state after the tokens that `join` returned. W and S are those of the last
+    boundary."""
+    def tail(a, n):                                           # a view would keep all of a in memory
         return a if a is None else a[:, :, max(0, a.shape[2] - n):].clone()
 
     pos = gates.keep.shape[2] % rule.chunk
@@ -134,7 +153,7 @@ def since(rule, state, W, S, k, v, gates):
 
 
 def plus(M0, W):
-    """Return the memory itself, M0 + W, or W where it is not counted from M0 (choice 21)."""
+    """Return the memory itself: M0 + W, or W if there is no M0 (choice 21)."""
     return [m + w for m, w in zip(M0, W)] if M0 else list(W)
 
 
@@ -146,7 +165,8 @@ def nearest(O, U):
 
 
 def update(rule, U, due):
-    """Return what is subtracted from a matrix of W at a block's end; U: its steps' sum (Eq 32)."""
+    """Return what a matrix of W loses at a block's end. U is the sum of the block's steps, and due
+    that of `step` alone (Eq 32)."""
     if not rule.muon_every:
         return U                                                                         # Eq 10, 12
     O = newton_schulz_ref(U, rule.ns_steps, rule.ns_coefficients)
@@ -154,19 +174,12 @@ def update(rule, U, due):
 
 
 def omega_ref(rule, phi, q, k, v, gates, state):
-    """Run the rule token by token from the last boundary on (slow), with gradients by autograd.
-
-    It is `paper` for all sequences and heads at once. Three things are new. Chunk: gradients are
-    taken at the memory before it, the anchor (Eq 16). Block: the steps of muon_every tokens wait in
-    U until one Newton-Schulz writes them, and until then queries read W - U (choice 15); without
-    Newton-Schulz a chunk is a block. error = "token": a pair's error is measured with the last
-    matrix of now, and its gradients are divided by |x|^2, x being what enters that matrix (choice
-    24). With muon_every = chunk = 1 and the other defaults of Rule it is `paper`. An unfinished
-    chunk is computed again.
+    """Run the rule token by token, with gradients by autograd: slow. It begins at the last
+    boundary, so it computes the tokens of an unfinished chunk again.
     q, k, v (B, H, T >= 1, D), gates, state -> y (B, H, T, D), state."""
     ks, vs, gates = join(state, k, v, gates)
-    T, pos = gates.keep.shape[2], state.pos
-    past = ks.shape[2] - T
+    T, pos = gates.keep.shape[2], state.pos                   # of T tokens the first pos are old
+    past = ks.shape[2] - T                                    # pairs before the boundary
     block = rule.muon_every or rule.chunk
     xs, xq, ys = phi(ks), phi(q), []
     W, S = state.W, state.S or [torch.zeros_like(w) for w in state.W]
@@ -178,22 +191,27 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         keep, step, momentum, gate, reset = (a if a is None else a[:, :, t, None] for a in gates)
         keep, step = keep[..., None], step[..., None]         # (B, H, 1, 1)
         momentum = 0 if momentum is None else momentum[..., None]
+
         if t % rule.chunk == 0:                               # a boundary
             if reset is not None:
-                W, S = ([a.where(~reset[..., None], 0) for a in m] for m in (W, S))
+                W = [w.where(~reset[..., None], 0) for w in W]
+                S = [s.where(~reset[..., None], 0) for s in S]
             anchor, boundary = W, (W, S)
-        if t % rule.chunk % block == 0:                       # blocks count from the chunk's start
-            U, due = [torch.zeros_like(w) for w in W], 0
-        i = slice(max(0, past + t - rule.window + 1), past + t + 1)      # across chunks: choice 12
+        if t % rule.chunk % block == 0:                       # a block begins; they count from the
+            U, due = [torch.zeros_like(w) for w in W], 0      # chunk's start
+
+        # the window's pairs, also those before the boundary (choice 12), and their weights
+        i = slice(max(0, past + t - rule.window + 1), past + t + 1)
         x, r, target = xs[:, :, i], ks[:, :, i], vs[:, :, i]
         weight = gate[:, :, 0, rule.window - x.shape[2]:]
-        if rule.solves:
+        if rule.solves:                                       # errors at the token
             measured = [*anchor[:-1], W[-1] - U[-1]]
             errors = memory.error(rule.loss, M(measured, x, r), target)
             weight = weight / memory.size(rule.memory, plus(state.M0, anchor), x)
 
         def loss(W):
             y = M(W, x, r)
+            # with errors held fixed, (y * errors).sum() has their gradient
             pairs = (y * errors).sum(-1) if rule.solves else memory.loss(rule.loss, y, target)
             return (weight * pairs).sum()
 
@@ -201,14 +219,16 @@ def omega_ref(rule, phi, q, k, v, gates, state):
         S = [momentum * s + d for s, d in zip(S, g)]                                     # Eq 33
         U, due = [keep * u + step * s for u, s in zip(U, S)], keep * due + step
         W = [keep * w for w in W]
+
         if (t + 1) % rule.chunk % block == 0:                 # the end of a block
             W = [w - update(rule, u, due) for w, u in zip(W, U)]                          # Eq 32
-            U = [torch.zeros_like(u) for u in U]
+            U = [torch.zeros_like(u) for u in U]              # nothing waits
         if t >= pos:                                          # read after write: choice 3
             now = [w - u for w, u in zip(W, U)]
             new = slice(t - pos, t - pos + 1)
             ys.append(M(now, xq[:, :, new], q[:, :, new]))
         if (t + 1) % rule.chunk == 0:
-            boundary = W, S = rule.bound(W), S
+            W = rule.bound(W)
+            boundary = W, S
     W, S = boundary
     return torch.cat(ys, 2), since(rule, state, W, S if state.S else (), ks, vs, gates)

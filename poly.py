@@ -7,14 +7,14 @@ A linear memory of head dim D stores D pairs (Prop 1); on phi it stores E, the n
 (Prop 2).
 
     none          phi(x) = x
-    monomial      all monomials of degree <= p, E = C(D + p, p): Eq 5 exactly, with a_i = s_i^2
-                  (choice 7)
+    monomial      all monomials of degree <= p, E = C(D + p, p). They give Eq 5 exactly, with
+                  a_i = s_i^2, where s_i is a learned scale (choice 7)
     elementwise   sum_i s_i x^i, coordinate by coordinate. E = D, so capacity does not grow
-    sketch        degree 2 with fewer features: products of two random projections, whose inner
-                  products are right on average
+    sketch        degree 2 with fewer features. Those of degree 2 are products of two random
+                  projections; their inner products are right on average
 
-q and k have unit length before phi, which does not normalise (choice 8). The infinite phi* of Eq 22
-is in dot.py.
+q and k have unit length before phi, which does not normalise (choice 8). dot.py computes with the
+infinite phi* of Eq 22.
 """
 import math
 from functools import reduce
@@ -29,7 +29,8 @@ FEATURES = ("none", "elementwise", "monomial", "sketch")
 
 
 def features_dim(kind, dim, degree, sketch_dim=79):
-    """Return E for inputs of `dim` numbers: C(D + p, p) monomials (Prop 2)."""
+    """Return E for inputs of `dim` numbers: for monomials C(D + p, p) (Prop 2). The default of
+    sketch_dim makes E a multiple of 16 if dim is one."""
     if kind == "monomial":
         return math.comb(dim + degree, degree)
     if kind == "sketch":
@@ -38,22 +39,26 @@ def features_dim(kind, dim, degree, sketch_dim=79):
 
 
 def selections(dim, p):
-    """Return p matrices (dim, n). With A, B, .. their roots, entry by entry, the products of the
-    entries of x A, x B, .. are all n monomials of degree p, each times the root of its multinomial
-    coefficient. So the inner product of those of x and y is (x . y)^p."""
+    """Return p matrices (dim, n) that select the factors of the n monomials of degree p.
+
+    Column j of the i-th matrix has one number, in the row of the i-th factor of monomial j. It is
+    1, but in the first matrix it is the multinomial coefficient of the monomial. Let A, B, .. be
+    the roots of the matrices, entry by entry. Then x A * x B * .. are the monomials of x, each
+    times the root of its coefficient, and their inner product with those of y is (x . y)^p."""
     choices = list(combinations_with_replacement(range(dim), p))
     maps = torch.zeros(p, dim, len(choices))
     for n, factors in enumerate(choices):
         same = math.prod(math.factorial(factors.count(i)) for i in set(factors))
-        times = math.factorial(p) / same                      # the multinomial coefficient
-        for step, i in enumerate(factors):
-            maps[step, i, n] = times if step == 0 else 1
+        coefficient = math.factorial(p) / same                # the multinomial coefficient
+        for position, i in enumerate(factors):
+            maps[position, i, n] = coefficient if position == 0 else 1
     return maps
 
 
 class Features(nn.Module):
-    """phi: (.., dim) -> (.., out_dim), with a learned scale s_i for each degree i, which starts at
-    1 / sqrt(i!). kind "exp" has no phi: dot.py computes with its kernel."""
+    """The map phi: (.., dim) -> (.., out_dim), where out_dim is E. Each degree i has a learned
+    scale s_i, which starts at 1 / sqrt(i!). For the kind "exp" there is no such map: dot.py
+    computes with its kernel."""
 
     def __init__(self, kind, dim, degree=2, sketch_dim=79, seed=0):
         super().__init__()
@@ -66,7 +71,8 @@ class Features(nn.Module):
         self.init()
 
     def init(self):
-        """Set the starting values. A seed always gives the same sketch; checkpoints hold it."""
+        """Set the starting values. A seed always gives the same sketch, and checkpoints hold the
+        sketch. They do not hold the selections of monomials, which are computed anew."""
         with torch.no_grad():
             if self.kind not in ("none", "exp"):
                 factorials = [math.factorial(i) for i in range(self.degree + 1)]
@@ -87,11 +93,12 @@ class Features(nn.Module):
         s = self.scale.to(x.dtype)
         if self.kind == "elementwise":
             return sum(s[i] * x ** i for i in range(self.degree + 1))
+
         parts = [s[0] * torch.ones_like(x[..., :1]), s[1] * x]               # Eq 5: degree 0, 1, ..
         for p in range(2, self.degree + 1):
             if self.kind == "sketch":
                 maps = self.sketch.to(x.dtype)
-            else:
+            else:                         # a root has the digits of x's type
                 maps = getattr(self, f"degree{p}").to(x.dtype).sqrt()
             with without_autocast(x):
                 factors = [x @ a for a in maps]
@@ -99,8 +106,8 @@ class Features(nn.Module):
         return torch.cat(parts, -1)
 
     def inner(self, x, y, px=None, py=None):
-        """Return phi(x) phi(y)^T: x (.., n, dim), y (.., m, dim) -> (.., n, m). For monomials it is
-        computed by Eq 5, else from px = phi(x) and py = phi(y)."""
+        """Return phi(x) phi(y)^T: x (.., n, dim), y (.., m, dim) -> (.., n, m). For monomials Eq 5
+        computes it from x and y; other kinds need px = phi(x) and py = phi(y)."""
         if self.kind != "monomial":
             return px @ py.mT
         dots = x @ y.mT

@@ -3,11 +3,14 @@
     y_t = M(phi(q_t); V_t) + M(phi(q'_t); W_t)
     q'_t = unit(sum over s <= t in this shard of k_s (k_s . q_t))
 
-A shard is `size` tokens. The global memory V reads and writes all tokens; its chunk is one shard.
+A shard is `size` tokens. The global memory V learns from all tokens, and its chunk is one shard.
 The local memory W begins anew from M0 in each shard, so all shards of a text learn in parallel. A
-GPU then waits for fewer steps in a row. TNT reads V as it was before the shard. Here V is read
-after it has written (choice 3). With Newton-Schulz its block is the whole shard, whose plain steps
-wait and are read (choice 15).
+GPU then waits for fewer steps in a row. The local memory is asked q'_t in the place of q_t. It lies
+in the span of the keys that this memory has seen, and unit gives it length 1.
+
+TNT reads V as it was before the shard. Here V_t has learned from the tokens up to t (choice 3).
+With Newton-Schulz its block is the whole shard: until the shard ends, V is read with the plain
+steps of the tokens so far (choice 15).
 """
 from copy import deepcopy
 from typing import NamedTuple
@@ -21,24 +24,26 @@ from omega import Gates, State, omega_ref, start
 
 
 class Shards(NamedTuple):
-    """What `shards` carries from token to token."""
+    """What `shards` carries from call to call."""
     M0: tuple                             # where every local memory starts, matrices (H, in, out)
     whole: State                          # of the global memory
-    local: State | None                   # of the shard in progress, if there is one
-    kk: torch.Tensor                      # (B, H, D, D) the sum of k k^T in the shard so far
+    local: State | None                   # of the local memory; None where a shard begins
+    kk: torch.Tensor                      # (B, H, D, D) the sum of k^T k in the shard so far
     pos: int                              # tokens of the shard so far
 
 
 def global_rule(rule, size, gates):
-    """Return rule and gates of the global memory. Its chunk is a shard. Where errors at a chunk's
-    start make a chunk one step, the step is multiplied by chunk / size."""
+    """Return rule and gates of the global memory, whose chunk is a shard. If errors are those at a
+    chunk's start, a chunk is one big step. Then a longer chunk needs smaller steps, so they are
+    multiplied by chunk / size."""
     if rule.error == "chunk":
         gates = gates._replace(step=gates.step * (rule.chunk / size))
     return rule._replace(chunk=size, muon_every=size if rule.muon_every else 0), gates
 
 
 def side_by_side(a, begin, end, n):
-    """Return n shards of a (B, H, T, ..) as sequences of their own: (n B, H, length, ..)."""
+    """Return tokens begin to end of a (B, H, T, ..) as n sequences side by side in the batch:
+    (n B, H, length, ..)."""
     if a is None:
         return None
     return a[:, :, begin:end].unflatten(2, (n, -1)).movedim(2, 0).flatten(0, 1)
@@ -53,15 +58,17 @@ def shards_ref(size, rule, phi, q, k, v, gates, state):
         parts = [side_by_side(a, t, t + 1, 1) for a in (q, k, v, *gates)]
         q_t, k_t, v_t, *now = parts
         now = Gates(*now)
-        if pos == 0:
+        if pos == 0:                                          # a shard begins
             local = start(rule, phi, M0, len(q), now.momentum is not None)
             kk = torch.zeros_like(kk)
         kk = kk + k_t.mT @ k_t
+
         slow, scaled = global_rule(rule, size, now)
         y, whole = omega_ref(slow, phi, q_t, k_t, v_t, scaled, whole)
         z, local = omega_ref(rule, phi, unit(q_t @ kk), k_t, v_t, now, local)
         ys.append(y + z)
         pos = (pos + 1) % size
+
     if pos == 0:
         local = None
         kk = torch.zeros_like(kk)
@@ -77,15 +84,17 @@ def shards(size, rule, phi, q, k, v, gates, state):
     B, T = len(q), q.shape[2]
     zs, at = [], 0
     while at < T:
-        length = min(T - at, size - pos)                      # the rest of a shard, or a part
-        n = (T - at) // size if length == size else 1         # or whole shards, side by side
+        # take all whole shards that follow, side by side; or, before and after them, a part of one
+        length = min(T - at, size - pos)
+        n = (T - at) // size if length == size else 1
         end = at + n * length
         parts = [side_by_side(a, at, end, n) for a in (q, k, v, *gates)]
         q_, k_, v_, *now = parts
-        if pos == 0:
+        if pos == 0:                                          # shards begin
             local = start(rule, phi, M0, n * B, gates.momentum is not None)
             kk = kk.new_zeros(n * B, *kk.shape[1:])
-        asks = unit((q_ @ k_.mT).tril() @ k_ + q_ @ kk)
+
+        asks = unit((q_ @ k_.mT).tril() @ k_ + q_ @ kk)       # q'
         z, local = chunks.run(rule, phi, asks, k_, v_, Gates(*now), local)
         z = z.unflatten(0, (n, B)).movedim(0, 2).flatten(2, 3)
         zs.append(z)
@@ -100,8 +109,8 @@ def shards(size, rule, phi, q, k, v, gates, state):
 
 
 class ShardedMemory(layer.Memory):
-    """A layer with a global memory and local ones. config: a models.Config, whose `shard` is the
-    size."""
+    """The memory layer with a global memory, which starts from global_M0, and local ones, which
+    start from M0. config: a models.Config, whose `shard` is the size."""
 
     def __init__(self, config, number=0):
         super().__init__(config, number)
@@ -117,7 +126,9 @@ class ShardedMemory(layer.Memory):
         return state._replace(fast=Shards((), whole, None, kk, 0))
 
     def learn(self, q, k, v, gates, fast):
-        """Run both rules. M0 belongs to the layer, not to its states."""
+        """Run both memories from the state `fast`, a Shards -> y (B, H, T, D), and the state after
+        it. States are without M0, which belongs to the layer: it is put in before and taken out
+        after."""
         whole = self.with_M0(fast.whole, self.global_M0)
         local = fast.local and self.with_M0(fast.local, self.M0)
         state = Shards(tuple(self.M0), whole, local, fast.kk, fast.pos)

@@ -4,10 +4,11 @@
     mal   o = SWA(norm(M(p | x)))                                              Titans Eq 29 - 31
     mac   h = M*(x),  y = Attn(p | h | x),  o = norm(y) * sigmoid(norm(M(y)))  Titans Eq 21 - 25
 
-p are learned tokens before every sequence (persistent tokens); | joins texts. M(..) learns while it
-reads. M*(..) does not write: it reads the memory as it was at the start of the segment, which has
-attn_window tokens. SWA is attention in a sliding window. In SWA* every token also sees all of p.
-sigmoid(norm(M(..))) is called the attention gate.
+p are learned tokens before every sequence (persistent tokens), and | joins two sequences. M(..) is
+the memory layer, which learns while it reads. M*(..) does not learn. It reads the memory as it was
+at the start of the segment; MAC cuts a text into segments of attn_window tokens. SWA is attention
+in a sliding window. In SWA* every token also sees all of p. sigmoid(norm(M(..))) is called the
+attention gate.
 """
 import math
 from typing import NamedTuple
@@ -25,8 +26,9 @@ WIRINGS = ("lmm", "mag", "mal", "mac")                        # lmm: the memory 
 # ---- attention
 class AttentionState(NamedTuple):
     """What Attention carries from call to call; in MAC only within a segment."""
-    k: torch.Tensor                       # (B, H, n, D), n < attn_window if there is one; in MAC
-                                          # those of h_1, x_1, h_2, x_2, .. of the segment
+    k: torch.Tensor                       # (B, H, n, D), the keys that later tokens may see: below
+                                          # attn_window of them, or all if it is 0; in MAC those of
+                                          # h_1, x_1, h_2, x_2, .. of the segment
     v: torch.Tensor                       # likewise
     pos: int                              # number of positions so far
     fits: dict                            # as in layer.MemoryState
@@ -34,8 +36,9 @@ class AttentionState(NamedTuple):
 
 
 def rope(pos, *xs, each=1):
-    """Rotate pairs of coordinates of each x (B, H, T, D) by position (RoPE, Su et al. 2021). All x
-    have the same shape and begin at position `pos`; `each` consecutive tokens share a position."""
+    """Return a list of all x (B, H, T, D), with pairs of coordinates rotated by position (RoPE, Su
+    et al. 2021). All x have one shape and begin at position `pos`. Each position has `each`
+    tokens."""
     x = xs[0]
     device = x.device
     half = x.shape[-1] // 2
@@ -43,7 +46,7 @@ def rope(pos, *xs, each=1):
     freq = 10000.0 ** (-torch.arange(half, device=device, dtype=exact) / half)
     at = pos + torch.arange(x.shape[2], device=device, dtype=exact) // each
     turns = at[:, None] * (freq / (2 * math.pi))
-    angle = 2 * math.pi * turns.frac()
+    angle = 2 * math.pi * turns.frac()                        # of the last turn alone
     angle = angle.to(torch.promote_types(x.dtype, torch.float32))
     cos = angle.cos()
     sin = angle.sin()
@@ -56,10 +59,11 @@ def rope(pos, *xs, each=1):
 
 
 def attend(q, k, v, window, prefix=None, docs=None):
-    """Attend from q (B, H, T, D), the last T of n positions, to k, v (B, H, n, D) and to a prefix
-    (k, v). A position sees the last `window` positions, 0: all; and of them only those of its own
-    document, by docs (B, n) from layer.number. Long texts are cut into pieces, so that with a window
-    the work is linear in T."""
+    """Return what q (B, H, T, D), the last T of n positions, reads from k, v (B, H, n, D), in the
+    shape of q. A position sees itself and the window - 1 positions before it, or all before it if
+    window is 0. Of them it sees only those of its document, by docs (B, n) from layer.number. All
+    positions see the prefix, a pair (k, v). Queries are cut into pieces that look only at the keys
+    they see, so that with a window the work is linear in T."""
     T, n = q.shape[2], k.shape[2]
     window = window or n
     old = n - T
@@ -91,7 +95,8 @@ def attend(q, k, v, window, prefix=None, docs=None):
 class Attention(nn.Module):
     """Causal softmax attention, full or in a sliding window that includes the token itself, with
     normalised queries and keys, and with RoPE unless config.rope is False. In MAC there is no
-    window; the tokens come in pairs (h_i, x_i) that share a position, and only x_i gets an output."""
+    window. There the tokens come in pairs (h_i, x_i) that share a position, and only x_i has an
+    output."""
 
     def __init__(self, config):
         super().__init__()
@@ -111,8 +116,9 @@ class Attention(nn.Module):
         return self.q_norm(q), self.k_norm(k), v
 
     def forward(self, x, state=None, mask=None, reset=None, prefix=None):
-        """Read x (B, T, n_embd), AttentionState or None -> (B, T, n_embd), AttentionState. mask and
-        reset: as in models.LM. prefix (P, n_embd): tokens without a position that all tokens see."""
+        """Read x (B, T, n_embd), AttentionState or None -> (B, T, n_embd), AttentionState. In MAC
+        there are half as many outputs. mask and reset: as in models.LM. prefix (P, n_embd): tokens
+        without a position that all tokens see."""
         x = check_input(self, x, state, mask, reset)
         q, k, v = self.project(x)
         if state is None:
@@ -121,11 +127,12 @@ class Attention(nn.Module):
             _, *prefix = (a.expand(len(x), -1, -1, -1) for a in self.project(prefix[None]))
         if self.config.rope:
             q, k = rope(state.pos, q, k, each=self.each)                     # choice 17
+
         k = torch.cat([state.k.to(k.dtype), k], 2)
         v = torch.cat([state.v.to(v.dtype), v], 2)
         docs = number(x, mask, reset, state.docs, state.k.shape[2])
         y = attend(q, k, v, self.window, prefix, docs)
-        y = y[:, :, self.each - 1::self.each]
+        y = y[:, :, self.each - 1::self.each]                 # in MAC those of x_1, x_2, ..
         pos = state.pos + y.shape[2]
         y = self.out(y.transpose(1, 2).flatten(2))
 
@@ -140,15 +147,17 @@ class Attention(nn.Module):
 
 # ---- memory and attention together
 class WiringState(NamedTuple):
-    """What a Wiring carries from call to call; what has not begun is None."""
+    """What a Wiring carries from call to call. Before the first token, memory and attention are
+    None."""
     memory: tuple | None                  # layer.MemoryState
-    attention: AttentionState | None      # in MAC: of the segment in progress
-    frozen: tuple                         # in MAC: the memory that M* reads in this segment
+    attention: AttentionState | None      # in MAC: of the segment in progress, None between two
+    frozen: tuple                         # in MAC: the memory that M* reads in this segment, or ()
     fits: dict                            # as in layer.MemoryState
 
 
 def retrieve(memory, x, frozen):
-    """Return M*(x), Titans Eq 21: what `frozen` (Memory.frozen) recalls for x (B, T, n_embd)."""
+    """Return M*(x), Titans Eq 21, of x (B, T, n_embd). memory is a layer.Memory, and frozen the
+    matrices that its method of this name returned."""
     q = F.silu(memory.qkv(x).chunk(3, -1)[0])                 # no convolution: choice 18
     with without_autocast(x):
         y = memory.recall(unit(heads(q, memory.config.n_head)), frozen)
@@ -181,19 +190,19 @@ class Wiring(nn.Module):
                 self.floor = floor
 
     def init(self):
-        """Set the starting values that its parts have not set."""
+        """Set the starting values of the persistent tokens; the parts have set theirs."""
         if self.persistent is not None:
             nn.init.normal_(self.persistent)
 
     def __getstate__(self):
-        """Return the attributes that deepcopy and pickle copy: all but the last call's graph, which
-        `undecided` keeps for LM.loss."""
+        """Return the attributes that deepcopy and pickle copy: all but `undecided`, which holds the
+        autograd graph of the last call, for LM.loss."""
         return self.__dict__ | dict(undecided=[])
 
     def forward(self, x, state=None, mask=None, reset=None):
         """Read x (B, T, n_embd), WiringState or None -> (B, T, n_embd), WiringState. mask and
-        reset: as in models.LM. Raises ValueError as `check_input` does, and for a reset if there are
-        persistent tokens, or inside of a MAC segment."""
+        reset: as in models.LM. Raises ValueError as `check_input` does, and for a reset if there
+        are persistent tokens, or if it is inside of a MAC segment."""
         x = check_input(self, x, state, mask, reset)
         if reset is not None and self.persistent is not None:
             raise ValueError("reset needs persistent=0: only the first text of a row has learned "
@@ -204,8 +213,8 @@ class Wiring(nn.Module):
         return read(x, state, mask, reset)
 
     def remember(self, x, state, mask, reset):
-        """Let the memory read x, at the start of a sequence p | x. Return M(p | x), its state, and
-        the mask of p | x."""
+        """Let the memory read x, or p | x at the start of a sequence. Return what it says to all
+        that it has read, its state, and the mask of all that it has read."""
         if state is None and self.persistent is not None:
             x = torch.cat([self.persistent.to(x.dtype).expand(len(x), -1, -1), x], 1)
             if mask is not None:
@@ -215,7 +224,7 @@ class Wiring(nn.Module):
 
     def gated(self, y, m):
         """Return norm(y) * sigmoid(norm(m)): attention's y, gated by the memory's m (Titans Eq 25,
-        28; choice 13)."""
+        28). With a floor f it is (1 - f) of that plus f norm(m) (choice 13)."""
         m = self.m_norm(m)
         g = m.sigmoid()
         if self.config.polarise:                              # per token; 0 if all g are 0 or 1
@@ -226,14 +235,14 @@ class Wiring(nn.Module):
         return o
 
     def mag(self, x, state, mask, reset):
-        """Let both read x, and the memory gate attention's output (Titans Eq 26 - 28)."""
+        """Let both read x, and let the memory gate attention's output (Titans Eq 26 - 28)."""
         y, attention = self.attention(x, state.attention, mask, reset, self.persistent)
         m, memory, _ = self.remember(x, state.memory, mask, reset)
         state = state._replace(memory=memory, attention=attention)
         return self.gated(y, m[:, -x.shape[1]:]), state
 
     def mal(self, x, state, mask, reset):
-        """Let the memory read x, and attention the memory's output (Titans Eq 29 - 31)."""
+        """Let the memory read x, and attention read the memory's output (Titans Eq 29 - 31)."""
         m, memory, mask = self.remember(x, state.memory, mask, reset)
         y, attention = self.attention(self.m_norm(m), state.attention, mask, reset)
         return y[:, -x.shape[1]:], state._replace(memory=memory, attention=attention)
@@ -243,7 +252,7 @@ class Wiring(nn.Module):
         outs = []
         begin = 0
         while begin < x.shape[1]:
-            done = state.attention.pos if state.attention else 0
+            done = state.attention.pos if state.attention else 0             # of this segment
             end = begin + self.config.attn_window - done
             part = [a if a is None else a[:, begin:end] for a in (x, mask, reset)]
             o, state = self.segment(state, *part)
@@ -259,6 +268,7 @@ class Wiring(nn.Module):
         first = None
         if reset is not None:
             first = reset[:, 0]
+            # only the first token of a segment may begin a text
             if reset[:, 0 if state.attention else 1:].any():
                 raise ValueError("a reset is inside of a MAC segment; put it where one begins")
         memory = state.memory or self.memory.start(x)
