@@ -168,7 +168,7 @@ def add_number(parser, name, low, usual, help, high=2**31 - 1):
 def add_device(parser, threads=0):
     """Add the flags that `setup` takes."""
     parser.add_argument("--device", default="auto", choices=DEVICES, help="[auto]")
-    add_number(parser, "--threads", 0, threads, "0: torch decides")
+    add_number(parser, "--threads", 0, threads, "CPU threads; 0: torch decides")
 
 
 def add_tasks(parser, tasks, plot, threads=0):
@@ -180,9 +180,10 @@ def add_tasks(parser, tasks, plot, threads=0):
     for name, run in tasks.items():
         task = group.add_parser(name, help=run.__doc__, description=run.__doc__)
         task.set_defaults(run=run, plot=None, mark=parser.prog)
-        task.add_argument("--json", metavar="FILE", help="keep the results there")
+        task.add_argument("--json", metavar="FILE", help="write the results to FILE")
         if name in plot:
-            task.add_argument("--plot", nargs="?", const=f"{name}.png", help="draw them [TASK.png]")
+            task.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE",
+                              help="draw the results; without FILE in TASK.png")
         add_device(task, threads)
     return group.choices.values()
 

@@ -351,7 +351,8 @@ def make_task(tc, *how):
 
 
 def main(argv=None):
-    parser = Parser(prog="episodic.py", description=__doc__, epilog="In [] is what episodes have.")
+    parser = Parser(prog="episodic.py", description=__doc__,
+                    epilog="[] shows the values of episodes.")
     presets = EPISODES | sized(EPISODES["model"], "tiny")
     add_flags(parser, "the run", Settings, presets, skip=NO_FLAG)
     add_flags(parser, "the network", Config, presets, skip=(*train.NO_FLAG, "polarise"))

@@ -460,18 +460,18 @@ def parse(argv=None):
     for task, steps in zip(tasks, (1200, 300, 600, 600)):
         task.set_defaults(mark='"records"')                   # `read_records` looks closer
         task.add_argument("--model", nargs="+", default=["atlas"],
-                          help="presets, changed or not [atlas]")
-        add_number(task, "--seeds", 0, [1337], "of weights and data")
-        add_number(task, "--steps", 1, steps, "of training")
+                          help="presets, or presets with changes, as atlas,memory=mlp [atlas]")
+        add_number(task, "--seeds", 0, [1337], "seeds of weights and data; one run for each")
+        add_number(task, "--steps", 1, steps, "training steps")
         add_number(task, "--batch-size", 1, 32, "sequences at a time")
         add_number(task, "--lr", 0.0, 5e-3, "peak learning rate of AdamW")
-        add_flags(task, "the network; in [] is what atlas has", models.Config,
+        add_flags(task, "the network; [] shows the values of atlas", models.Config,
                   models.sized("atlas", "tiny") | SMALL, skip=train.NO_FLAG)
-    add_number(needle, "--lengths", 16, [128, 256, 512, 1024, 2048, 4096], "of test texts")
-    add_number(mqar, "--pairs", 1, [4], "in a text")
+    add_number(needle, "--lengths", 16, [128, 256, 512, 1024, 2048, 4096], "tokens of test texts")
+    add_number(mqar, "--pairs", 1, [4], "pairs in a text")
     add_number(mqar, "--vocab", 4, 16, "size of the vocabulary; half of it are values")
     add_number(mqar, "--seq-len", 1, 24, "tokens of a text")
-    add_number(correlated, "--pairs", 1, [4, 8, 16], "in a text")
+    add_number(correlated, "--pairs", 1, [4, 8, 16], "pairs in a text")
     add_number(correlated, "--family", 1, 4, "rows and columns of keys in a text")
     return parser.parse_args(with_task(argv, "mqar"))
 

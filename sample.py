@@ -33,7 +33,7 @@ def until(stop, pieces):
         if stop and stop in waiting:
             yield waiting.partition(stop)[0]
             return
-        sure = max(0, len(waiting) + 1 - len(stop))           # no stop that is still to come begins in these
+        sure = max(0, len(waiting) + 1 - len(stop))           # no later stop begins here
         yield waiting[:sure]
         waiting = waiting[sure:]
     yield waiting

@@ -466,18 +466,19 @@ def train(model, optimizers, run, task):
     if out and tc.wandb:
         import wandb
         begun = wandb.init(project="atlas", id=run["wandb"], resume="allow", config=run["train"])
-        run["wandb"] = begun.id                               # --resume continues the same curve
+        run["wandb"] = begun.id                               # with it, --resume goes on there
 
     tick, task.tokens_read = time.perf_counter(), 0
     began = tick - run["seconds"]
     with noted_signals("finishing this step, then saving", PROCESSES == 1) as noted:
         for step in range(run["step"] + 1, tc.steps + 1):
-            # learn; dropout depends on (seed, step, process) alone
+            # learn; the seed makes dropout depend on (seed, step, process) alone
             torch.manual_seed(tc.seed + RANK + step * PROCESSES)
             model.set_floor((step - 1) / tc.steps)            # --memory-floor changes with time
             loss, norm = train_step(model, optimizers, task, step - 1)
 
-            # most steps end here; several processes ask each other for signals only when they log
+            # most steps end here. If there are several processes, they tell each other of signals
+            # only in steps that are logged
             evaluated = step % tc.eval_every == 0 or step == tc.steps
             logged = evaluated or step % tc.log_every == 0 or step == 1
             stop = signalled(noted, task.device) if logged or PROCESSES == 1 else 0
@@ -579,7 +580,8 @@ def launch(given, settings=settings, make_task=Text):
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # only process 0 prints
     out = Path(given.get("out", TrainConfig.out))
-    with nullcontext() if RANK else locked(out):              # process 0 locks it for all
+    lock = nullcontext() if RANK else locked(out)             # process 0 locks it for all
+    with lock:
         # read
         old = begin_from(out, given, make_task is Text)
         tc, config = settings(given, old)
@@ -598,10 +600,11 @@ def launch(given, settings=settings, make_task=Text):
         torch.manual_seed(tc.seed)
         config.vocab_size = task.vocab_size
         model = rebuild(old, config)[0] if old else LM(config)
-        model.to(device).train().remat = tc.remat
+        model.to(device).train()
+        model.remat = tc.remat
         optimizers = task.optimizers(model)
 
-        # run: how far training is; `end` is the last validation
+        # run: how far the training is. best: the least "val" so far; end: the last validation
         run = dict(step=0, best=math.inf, seconds=0.0, end={}, log=[], wandb=None)
         if tc.resume:
             run = {name: old[name] for name in run}
@@ -610,6 +613,8 @@ def launch(given, settings=settings, make_task=Text):
         else:
             with torch.no_grad():
                 task.begin(model)
+
+        # settled: what the run is, for checkpoints and config.json
         settled = dict(train=asdict(tc), config=asdict(model.config), data=task.data)
         run.update(settled, preset=tc.model, **task.saved)
         if not RANK:
