@@ -168,7 +168,7 @@ def watch(layer, x, state=None):
     _, k, v, gates, _ = layer.project(x, state)
 
     # before: the answers M(k_t; W_{t-1}). The queries of `learn` read W_t, after the write, so its
-    # query t is the key of t + 1, and the answers move by one. M0 answers the first key
+    # query t is the key of t + 1, and the answers move by one. The first key is asked of `state`
     after, _ = layer.learn(k.roll(-1, 2), k, v, gates, state.fast)
     first = layer.recall(k[:, :, :1], layer.frozen(state))
     before = torch.cat([first, after[:, :, :-1]], 2)
