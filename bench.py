@@ -1,15 +1,16 @@
-"""bench.py - how fast, on this machine: tokens/s, forward and backward.
+"""bench.py - how fast is it on this machine? In tokens/s, forward and backward.
 
     python bench.py                          short for bench.py layer
-    python bench.py layer --plot             one layer with its projections, of several models,
-                                             over length
-    python bench.py rule                     the rule alone, over window, chunk, muon_every, shard
-    python bench.py peers --minutes 3        the same work by attention and, if installed,
+    python bench.py layer --plot             one layer of several models, with its projections, for
+                                             several lengths of text
+    python bench.py rule                     the rule alone, with several settings of window, chunk,
+                                             muon_every and shard
+    python bench.py peers --minutes 3        our layer beside attention and, if installed,
                                              titans-pytorch
 
-Contestants take turns, three times, so a busy moment of the machine hits all of them. Speeds are
-medians, and +- is the distance of the quartiles over the median. On CUDA layers are compiled, in
-bfloat16 where that is native.
+What is timed takes turns, three times, so that a busy moment of the machine hits all alike. A speed
+is a median; after +- stands the distance of the quartiles, as a share of the median. On CUDA,
+layers are compiled, and compute in bfloat16 if the GPU has it.
 """
 import platform
 import sys
@@ -23,17 +24,18 @@ import models
 from common import (Parser, add_number, add_tasks, autocast, pick_dtype, picture, run_task, say,
                     with_task)
 
-HEAD = 64
+HEAD = 64                             # width of a head in `rule` and `peers`
 SMALL_HEAD = 16                       # in `layer`: 64 numbers have 2,145 monomials of degree 0 to 2
-MLP = dict(memory="mlp", expansion=2, features="none", forget="zero")   # of `rule` and `peers`
-RULES = [                             # window, chunk, muon_every (0: no Muon), shard
+MLP = dict(memory="mlp", expansion=2, features="none", forget="zero")   # in `rule` and `peers`
+RULES = [                             # window, chunk, muon_every (0: no Newton-Schulz), shard
     (8, 64, 0, 0), (1, 64, 0, 0), (64, 64, 0, 0), (8, 16, 0, 0), (8, 256, 0, 0),
     (8, 64, 64, 0), (8, 64, 16, 0), (8, 64, 16, 256)]
 
 
 def race(contestants, tokens, minutes):
-    """Time contestants (columns, call) in turns, for about so long. A call reads so many tokens.
-    Return a row for each contestant: its columns, speed and spread."""
+    """Time functions in turns, for about so many minutes in all. contestants: a list of (columns,
+    call), where columns is a dict that names the contestant, and call() reads `tokens` tokens.
+    Print and return a row for each contestant: its columns, speed and spread."""
     threads = torch.get_num_threads()
     a_turn = 60 * minutes / 3 / len(contestants)
     timers = [Timer("call()", globals=dict(call=call), num_threads=threads)
@@ -41,6 +43,7 @@ def race(contestants, tokens, minutes):
     turns = []
     for _ in range(3):
         turns.append([timer.blocked_autorange(min_run_time=a_turn) for timer in timers])
+
     rows = []
     for i, (columns, _) in enumerate(contestants):
         found = Measurement.merge(turn[i] for turn in turns)[0]
@@ -53,44 +56,49 @@ def race(contestants, tokens, minutes):
 
 
 def results(device, rows):
-    """Return what --json keeps: the machine and the rows."""
+    """Return what the file of --json keeps: the machine and the rows."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     machine = dict(device=name, threads=torch.get_num_threads(), torch=torch.__version__)
     return dict(machine=machine, records=rows)
 
 
 def make_layer(device, width, head_dim=HEAD, **differences):
-    """Return a layer of a model with these fields of models.Config, compiled on CUDA."""
+    """Return a layer whose models.Config has this width and these differences from its defaults. On
+    CUDA it is compiled."""
     config = models.Config(n_embd=width, n_head=width // head_dim, head_dim=head_dim, **differences)
     layer = models.Block(config).layer.to(device)
     if device.type == "cuda":
         models.compile_chunks()
-        if isinstance(layer, models.Attention):               # in a model its whole block is
+        if isinstance(layer, models.Attention):               # models.LM compiles the whole block
             layer.compile()
     return layer
 
 
 def both(layer, x):
-    """Run a layer x (B, T, width) -> (y, ..) forward, and backward to x and all parameters."""
+    """Run layer(x) -> (y, ..) forward, x (B, T, width), and backward to x and all parameters."""
     dtype = pick_dtype("auto" if x.is_cuda else "float32", x.device)
     with autocast(x.device, dtype):
         y = layer(x)[0]
+
+    # allow_unused: titans-pytorch has parameters that y does not depend on
     leaves = [x, *layer.parameters()]
-    torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)     # a peer has idle ones
+    torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
 
 
 def layer_task(args, device):
-    """Time one layer with its projections, of several models, over length."""
+    """Time one layer of several models, with its projections, for several lengths of text."""
     layers = {}
     for name in args.model:
         differences = models.sized(name, "tiny") | dict(head_dim=SMALL_HEAD, expansion=2)
         layers[name] = make_layer(device, args.width, **differences)
+
     rows = []
     for T in args.lengths:
         x = torch.randn(args.batch_size, T, args.width, device=device, requires_grad=True)
         contestants = [(dict(name=name, T=T), partial(both, layer, x))
                        for name, layer in layers.items()]
         rows += race(contestants, args.batch_size * T, args.minutes / len(args.lengths))
+
     lines = {}
     for name in layers:
         speeds = [row["tokens_per_s"] for row in rows if row["name"] == name]
@@ -101,14 +109,15 @@ def layer_task(args, device):
 
 
 def rule_call(args, device, muon_every, **differences):
-    """Return a function that runs the rule over --length tokens, forward and backward."""
+    """Return a function that runs the rule over --length tokens, forward and backward. The
+    projections are computed here, before, so they are not timed."""
     layer = make_layer(device, args.width, **MLP, max_norm=0.0, muon=muon_every > 0,
                        muon_every=max(1, muon_every), **differences)
     x = torch.randn(args.batch_size, args.length, args.width, device=device)
     state = layer.start(x)
     with torch.no_grad():
         q, k, v, gates, _ = layer.project(x, state)
-    leaves = [a.requires_grad_() for a in (q, k, v, *gates[:4])]
+    leaves = [a.requires_grad_() for a in (q, k, v, *gates[:4])]      # keep, step, momentum, gate
     leaves += [p for name, p in layer.named_parameters() if "M0" in name]
 
     def call():
@@ -119,7 +128,7 @@ def rule_call(args, device, muon_every, **differences):
 
 
 def rule_task(args, device):
-    """Time the rule alone, without projections, over its settings."""
+    """Time the rule alone, without projections, with several settings."""
     contestants = []
     for window, chunk, muon_every, shard in RULES:
         columns = dict(window=window, chunk=chunk, muon_every=muon_every, shard=shard)
@@ -128,8 +137,8 @@ def rule_task(args, device):
 
 
 def peers_task(args, device):
-    """Time attention, our layer with Titans' rule (which adds a window and a convolution), and
-    titans-pytorch."""
+    """Time attention, our layer with Titans' rule, to which it adds a window and a convolution, and
+    titans-pytorch if it is installed."""
     attention = make_layer(device, args.width, attention=True, attn_window=0)
     layers = [("attention", None, None, attention)]
     for chunk, muon in (64, False), (64, True), (16, False), (16, True):
@@ -143,6 +152,7 @@ def peers_task(args, device):
                 dim=args.width, heads=args.width // HEAD, dim_head=HEAD, model=mlp,
                 chunk_size=chunk, batch_size=chunk, momentum=True, spectral_norm_surprises=muon)
             layers.append(("titans-pytorch", chunk, muon, theirs.to(device)))
+
     x = torch.randn(args.batch_size, args.length, args.width, device=device, requires_grad=True)
     contestants = []
     for name, chunk, muon, layer in layers:
@@ -160,9 +170,9 @@ def parse(argv=None):
     tasks = add_tasks(parser, TASKS, plot=["layer"], threads=1)
     layer, rule, peers = tasks
     for task in tasks:
-        add_number(task, "--minutes", 0.0, 2.0, "about so long")
+        add_number(task, "--minutes", 0.0, 2.0, "how long to measure, about")
         add_number(task, "--batch-size", 1, 1, "texts at a time")
-        add_number(task, "--width", HEAD, 256, "width of the layer, a multiple of 64")
+        add_number(task, "--width", HEAD, 256, "width of the layer, best a multiple of 64")
     usual = ["transformer", "titans", "omeganet", "atlas", "atlas-delta"]
     layer.add_argument("--model", nargs="+", choices=list(models.PRESETS), default=usual,
                        metavar="NAME", help="presets of models.py %(default)s")

@@ -25,8 +25,8 @@ class Halt(Exception):
 
 
 def say(text, end="\n", flush=True):
-    """Print a line. Where nobody reads on, as after `| head`, the program continues in silence: it
-    still has files to save."""
+    """Print a line. If nobody reads stdout any more, as after `| head`, the program continues in
+    silence: it still has files to save."""
     try:
         print(text, end=end, flush=flush)
     except OSError:
@@ -41,9 +41,10 @@ def tell(text):
 
 @contextmanager
 def noted_signals(promise, alone=True):
-    """Yield a list that collects the numbers of arriving signals: SIGINT (Ctrl-C), SIGTERM, SIGHUP
-    and SIGUSR1 (which Slurm sends before it ends a job). `promise` says what happens next. A second
-    Ctrl-C stops at once, unless other processes take part (alone=False)."""
+    """Yield a list that collects the numbers of signals that arrive: SIGINT (Ctrl-C), SIGTERM,
+    SIGHUP and SIGUSR1 (which Slurm sends before it ends a job). For each of them a line with
+    `promise` tells the user what happens next. A second Ctrl-C stops at once if this process is
+    alone."""
     noted, before = [], {}
 
     def note(number, frame):
@@ -64,7 +65,8 @@ def noted_signals(promise, alone=True):
 
 
 def exit_code(task):
-    """Run task() and return its exit code. Print on stderr what can be told in one line."""
+    """Run task() and return its exit code, 0 if it returns None. If it raises what can be told in
+    one line, print this on stderr; a KeyboardInterrupt may hold the number of a signal."""
     try:
         return task() or 0
     except BrokenPipeError:                                   # the reader has seen enough
@@ -89,8 +91,8 @@ DEVICES = ["auto", "cpu", "cuda", "mps"]
 
 
 def opt(default, help, choices=None, low=0, high=2**31):
-    """Return a dataclass field that is also a flag with this help. `check` accepts numbers with
-    low <= number < high."""
+    """Return a dataclass field from which `add_flags` makes a flag with this help. `check` refuses
+    what is not one of choices, and numbers out of low <= number < high."""
     return field(default=default, metadata=dict(help=help, choices=choices, range=(low, high)))
 
 
@@ -106,7 +108,7 @@ def check(config):
         value = getattr(config, f.name)
         low, high = f.metadata["range"]
         choices = f.metadata["choices"]
-        if f.type in (int, float) and not low <= value < high:        # nan is not, either
+        if f.type in (int, float) and not low <= value < high:        # also refuses nan
             raise UserError(f"{name} must be at least {low} and below {high}, not {value}")
         if choices and value not in choices:
             raise UserError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
@@ -121,8 +123,8 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=layout, **how)
 
     def parse_args(self, argv=None):
-        """Return the flags. An empty value, as from an unset $OUT, is a mistake unless it is the
-        default."""
+        """Return the flags. An empty value, as from an unset $OUT, is a mistake unless the default
+        is empty, too."""
         args = super().parse_args(argv)
         for name, value in vars(args).items():
             if value in ("", [""]) and self.get_default(name) != "":
@@ -134,9 +136,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser, title, cls, presets, skip=()):
-    """Add a group of flags, one for each field of a dataclass. presets: the defaults that --help
-    shows, where they differ from the fields'. The parsed result has only the flags that were
-    given."""
+    """Add a group of flags, one for each field of a dataclass that `opt` made. --help shows the
+    default of a field, or what presets has in its place. The parsed result has only the flags that
+    were given, as no flag has a default of its own."""
     group = parser.add_argument_group(title)
     for f in fields(cls):
         if f.name in skip:
@@ -150,11 +152,11 @@ def add_flags(parser, title, cls, presets, skip=()):
 
 
 def add_number(parser, name, low, usual, help, high=2**31 - 1):
-    """Add a flag for a number in [low, high], an integer if low is one. It takes several numbers
-    if its default, `usual`, is a list."""
+    """Add a flag for a number from low to high: an integer if low is an int, else a float. `usual`
+    is its default; if that is a list, the flag takes several numbers."""
     def number(text):
         value = type(low)(text)
-        if not low <= value <= high:                          # nan is not, either
+        if not low <= value <= high:                          # also refuses nan
             raise argparse.ArgumentTypeError(f"{text} is not a number from {low} to {high}")
         return value
 
@@ -166,26 +168,28 @@ def add_number(parser, name, low, usual, help, high=2**31 - 1):
 def add_device(parser, threads=0):
     """Add the flags that `setup` takes."""
     parser.add_argument("--device", default="auto", choices=DEVICES, help="[auto]")
-    add_number(parser, "--threads", 0, threads, "0: torch decides")
+    add_number(parser, "--threads", 0, threads, "CPU threads; 0: torch decides")
 
 
 def add_tasks(parser, tasks, plot, threads=0):
-    """Add a subcommand for each of tasks, {name: function}. All take --json, those named in `plot`
-    also take --plot. A file of --json holds the `mark` of its program, by which `check_output`
-    knows it again. Return the parsers of the subcommands."""
+    """Add a subcommand for each of tasks, {name: function}, with the function's docstring as its
+    help. All take --json, --device and --threads; those named in `plot` also take --plot. A file of
+    --json contains `mark`, by which `check_output` sees that this program wrote it. Return the
+    parsers of the subcommands."""
     group = parser.add_subparsers(metavar="TASK", dest="task", prog=parser.prog)
     for name, run in tasks.items():
         task = group.add_parser(name, help=run.__doc__, description=run.__doc__)
         task.set_defaults(run=run, plot=None, mark=parser.prog)
-        task.add_argument("--json", metavar="FILE", help="keep the results there")
+        task.add_argument("--json", metavar="FILE", help="write the results to FILE")
         if name in plot:
-            task.add_argument("--plot", nargs="?", const=f"{name}.png", help="draw them [TASK.png]")
+            task.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE",
+                              help="draw the results; without FILE in TASK.png")
         add_device(task, threads)
     return group.choices.values()
 
 
 def with_task(argv, usual):
-    """Return the arguments of a program, with its `usual` task in front if they name none."""
+    """Return the arguments of a program. If they do not begin with a task, put `usual` in front."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and (argv[0] == "--help" or not argv[0].startswith("--")):
         return argv
@@ -198,8 +202,8 @@ def chosen(values, cls):
 
 
 def run_task(parse, argv):
-    """Run the task that the flags name, and write what it returns to the file of --json. Return the
-    exit code."""
+    """Run the task that the flags name, args.run(args, device), and write the dict that it returns
+    to the file of --json. Return the exit code."""
     def run():
         args = parse(argv)
         check_picture(args.plot)
@@ -214,8 +218,8 @@ def run_task(parse, argv):
 # ---- files and pictures
 @contextmanager
 def replacing(path):
-    """Yield a temporary path beside `path` to write to, and rename it at the end. So a crash leaves
-    either the old file or the new one."""
+    """Yield a temporary path to write to, and rename it to `path` at the end. So a crash leaves
+    either the old file or the new one, and never half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -235,13 +239,15 @@ def save_file(path, tree):
 
 
 def write_json(path, tree):
+    """Write a tree of dicts, lists and numbers to a file of JSON."""
     with replacing(Path(path)) as temporary:
         temporary.write_text(json.dumps(tree, indent=1))
 
 
 def check_output(path, mark):
-    """Raise UserError if a file cannot be written, or exists without `mark`: then another program
-    wrote it. Call it before the work begins. No path: nothing to check."""
+    """Raise UserError if a file cannot be written. Raise it also if the file exists and does not
+    contain `mark`: then another program wrote it. Call this before the work begins. An empty path
+    or None passes."""
     if not path:
         return
     path = Path(path)
@@ -259,8 +265,9 @@ def check_picture(path):
 
 @contextmanager
 def locked(folder):
-    """Make a folder and lock it for this process. Raises UserError if the folder cannot be written
-    or another process has locked it. The kernel frees the lock of a killed process."""
+    """Make a folder and lock it for this process while the context lasts. Raises UserError if the
+    folder cannot be written or another process has locked it. If this process is killed, the
+    kernel frees the lock."""
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -291,17 +298,19 @@ def need(package, wanted=True):
 
 
 def picture(path, lines, x, y, log="", level=None, marked=None):
-    """Draw lines {label: (xs, ys)}, or (xs, ys, spreads) with error bars, as a .png file. x and y
-    are the names of the axes; axes whose letter is in `log` are logarithmic. level: the height of a
-    dotted line, the score of guessing. marked: (x, label) of a vertical line. No path: no
-    picture."""
+    """Draw lines {label: (xs, ys)} as a .png file; {label: (xs, ys, spreads)} get error bars. x and
+    y are the names of the axes, and an axis whose letter is in `log` is logarithmic. level is the
+    score of guessing, drawn as a dotted line; marked is (x, label) of a vertical line. Without a
+    path nothing is drawn."""
     if not path:
         return
+
     from matplotlib.figure import Figure
     figure = Figure(layout="constrained")
     axes = figure.subplots()
     for label, (xs, *ys) in lines.items():
         axes.errorbar(xs, *ys, label=label, marker=".", capsize=2)
+
     if level is not None:
         axes.axhline(level, color="gray", linestyle=":", label="guessing")
     if marked:
@@ -311,6 +320,7 @@ def picture(path, lines, x, y, log="", level=None, marked=None):
         axes.xaxis.set_major_formatter("{x:g}")
     if "y" in log:
         axes.set_yscale("log")
+
     axes.set(xlabel=x, ylabel=y)
     figure.legend(loc="outside upper center", fontsize=8, ncols=2)
     with replacing(Path(path)) as temporary:
@@ -319,13 +329,14 @@ def picture(path, lines, x, y, log="", level=None, marked=None):
 
 
 def plot(folders, columns=("loss", "val"), y="loss [nats/token]"):
-    """Draw these columns of OUT/log.csv over the steps, for each of several runs. Raises UserError
-    for a damaged log."""
+    """Draw these columns of log.csv over the steps, for each of the runs in `folders`, to
+    curves.png in the first folder. Raises UserError for a missing or damaged log."""
     path = f"{folders[0]}/curves.png"
     for out in folders:
         if not Path(out, "log.csv").exists():
             raise UserError(f"{out} holds no log.csv of a run; give --plot other folders")
     check_picture(path)
+
     lines = {}
     for out in folders:
         try:
@@ -350,7 +361,8 @@ def seeded(number):
 
 
 def seeded_batch(seed, number, test=False):
-    """Return the generator of batch `number` of a run. Training and test share no generator."""
+    """Return the generator of random numbers for batch `number` of a run with this seed. Batches of
+    training and of tests have different ones."""
     return seeded(2 * (1_000_003 * seed + number) + test)
 
 
@@ -369,7 +381,7 @@ def setup(name, threads):
 
 
 def native_bfloat16(device):
-    """Return whether the device has instructions for bfloat16. Without them a CPU is many times
+    """Return whether the device has instructions for bfloat16. A CPU without them is many times
     slower in bfloat16 than in float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability() >= (8, 0)
@@ -387,6 +399,6 @@ def pick_dtype(name, device):
 
 
 def autocast(device, dtype):
-    """Return a context in which products are in bfloat16 if that is the dtype. The memory leaves it
-    on a CPU (layer.Memory)."""
+    """Return a context in which matrix products are computed in bfloat16 if that is the dtype. On a
+    CPU the memory computes in float32 all the same (layer.Memory)."""
     return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)

@@ -1,10 +1,13 @@
 """data.py - text becomes tokens, and tokens become batches.
 
-`read` finds a text or token files, `make_tokenizer` turns text into ids, and `split`, `batch`,
-`windows` and `streams` cut ids up. There is no loader object: a batch is a function of (seed,
-step), so an exact resume needs no loader state. A document is a file of a folder or a row of
-.jsonl. Between two documents a text says <|endoftext|>, which is one token. A text that says so
-itself has several documents, too.
+`read` finds a text or token files, and `make_tokenizer` makes what turns text into ids. `split`
+parts ids into those to train on and those to validate on. `batch` cuts random batches from them,
+`windows` and `streams` read them in order. There is no loader object: a batch is a function of
+(seed, step), so --resume needs no state of a loader.
+
+A document is a file of a folder or a row of .jsonl. Documents are joined to one text, with
+<|endoftext|>, which is one token, between two of them. A file that itself holds <|endoftext|> has
+several documents, too.
 """
 import codecs
 import glob
@@ -38,8 +41,8 @@ GPT2_PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"    
 
 # ---- text and token files
 class Joined:
-    """Join arrays of ids to one, of which the first `length` count. A slice is loaded, the rest
-    stays on the disk."""
+    """Join arrays of ids, in order, to one with len() and slices, but without a copy: ids on the
+    disk are loaded only when a slice takes them. `length` cuts off what is beyond it."""
 
     def __init__(self, parts, length=None):
         self.parts = parts
@@ -59,7 +62,8 @@ class Joined:
 
 
 def blend(parts, weights, total):
-    """Join `total` * weight ids of each part. A shorter part is repeated, a longer one is cut."""
+    """Return `total` * weight ids of each part, Joined. A part that is too short is repeated, and
+    one that is too long is cut."""
     blended = []
     for ids, weight in zip(parts, weights):
         n = round(total * weight)
@@ -72,19 +76,21 @@ class Corpus(NamedTuple):
     used: str                                           # the name of what was really read
     sha256: str
     text: str = ""                                      # with BORDER between documents
-    tokens: tuple = ()                                  # ids to train and to validate on, Joined
+    tokens: tuple = ()                                  # two Joined: ids to train, to validate on
     mix: tuple = ()                                     # (weight, Corpus) of each part
 
     def splits(self, tokenizer, seq_len):
-        """Return ids to train and to validate on, arrays (N,). A mix splits each part alone. To fit
-        the weights, training repeats short parts, validation cuts long ones. Raises UserError where
-        tokenizer or seq_len do not fit."""
+        """Return ids to train on and ids to validate on, (N,) each, arrays or Joined. Each part of
+        a mix is split by itself. To get the shares that the weights ask for, training repeats short
+        parts, and validation cuts long ones. Raises UserError if the tokenizer or seq_len does not
+        fit."""
         if self.mix:
             weights = [weight for weight, _ in self.mix]
             train, val = zip(*(part.splits(tokenizer, seq_len) for _, part in self.mix))
             most = max(len(ids) / weight for ids, weight in zip(train, weights))
             least = min(len(ids) / weight for ids, weight in zip(val, weights))
             return blend(train, weights, most), blend(val, weights, least)
+
         train, val = self.tokens or split(tokenizer.encode(self.text))
         shorter = min(len(train), len(val))
         if shorter <= seq_len:
@@ -98,14 +104,15 @@ class Corpus(NamedTuple):
 
 
 def read(name):
-    """Return the Corpus of a name as --data takes it. Raises UserError for what cannot be read.
+    """Return the Corpus that a name of --data stands for. Raises UserError if it cannot be read.
 
-    'shakespeare' is data/shakespeare.txt, downloaded if missing. Without a network it is 'pydoc',
-    Python's help text, which differs between its versions. A folder stands for its token files, or
-    else for all .txt and .jsonl files in it. Any other name is that of a file.
-    'a.txt:0.4,b.jsonl:0.6' is a mix of names by weight.
+    shakespeare              data/shakespeare.txt, downloaded if missing; without a network pydoc
+    pydoc                    Python's help text, which differs between versions of Python
+    a folder                 its token files, train*.bin and val*.bin, else all its .txt and .jsonl
+    a.txt:0.4,b.jsonl:0.6    a mix of such names, by weight
+    any other name           a file
     """
-    weight_of = r"(.+):(?=.*[1-9])(\d*\.?\d+)"         # a weight of 0 is none
+    weight_of = r"(.+):(?=.*[1-9])(\d*\.?\d+)"          # name:weight; a weight of 0 does not match
     weighted = [re.fullmatch(weight_of, part) for part in str(name).split(",")]
     if all(weighted):
         mix = [(float(part[2]), read(part[1])) for part in weighted]
@@ -113,20 +120,22 @@ def read(name):
         digests = " ".join(f"{part.sha256}:{weight}" for weight, part in mix)
         text = "".join(part.text for _, part in mix)
         return Corpus(used, sha256(digests.encode()).hexdigest(), text, mix=tuple(mix))
+
     if any(Path(name).glob("*.bin")):
         tokens = token_files(name, "train"), token_files(name, "val")
         digest = sha256()
         for part in tokens[0].parts + tokens[1].parts:
             digest.update(part)
         return Corpus(str(name), digest.hexdigest(), tokens=tokens)
+
     used, found = texts(name)
     text = BORDER.join(found)
     return Corpus(used, sha256(text.encode()).hexdigest(), text)
 
 
 def token_files(folder, kind):
-    """Return the ids of a folder's train*.bin or val*.bin, files of uint16 as nanoGPT's. They stay
-    on the disk."""
+    """Return the ids in a folder's files kind*.bin (train*.bin or val*.bin), Joined. They are
+    uint16, as nanoGPT writes them, and stay on the disk until they are used."""
     paths = sorted(Path(folder).glob(f"{kind}*.bin"))
     if not paths:
         raise UserError(f"{folder} has .bin files, but no {kind}.bin; python data.py makes both")
@@ -137,14 +146,15 @@ def token_files(folder, kind):
 
 
 def texts(name):
-    """Return the name of what is really read for a name, and the list of its documents. Raises
-    UserError for what cannot be read."""
+    """Return the name of what is really read, as pydoc may take the place of shakespeare, and the
+    list of its documents. Raises UserError if it cannot be read."""
     if name == "shakespeare" and download_shakespeare():
         return name, [SHAKESPEARE.read_text()]
     if name in ("shakespeare", "pydoc"):
         from pydoc_data.topics import topics
         text = "\n".join(topics[topic] for topic in sorted(topics))
         return "pydoc (not tiny Shakespeare: not comparable with README)", [text]
+
     files = [Path(name)]
     if files[0].is_dir():
         names = glob.glob("**", root_dir=name, recursive=True)        # none that are hidden
@@ -162,7 +172,7 @@ def texts(name):
 
 
 def rows(path):
-    """Yield the text of a file, or the "text" of each row of .jsonl."""
+    """Yield the documents of a file: its whole text, or the "text" of each row if it is .jsonl."""
     if path.suffix != ".jsonl":
         text = path.read_bytes().decode("utf-8-sig")
         if "\0" in text:
@@ -180,8 +190,8 @@ def rows(path):
 
 
 def download_shakespeare():
-    """Download tiny Shakespeare if it is missing, and tell whether it is there. Print a line if
-    not."""
+    """Download tiny Shakespeare if it is missing. Return whether it is there now, and print a line
+    if it is not."""
     if SHAKESPEARE.exists():
         return True
     try:
@@ -198,9 +208,10 @@ def download_shakespeare():
 
 # ---- tokenizers
 class Tokenizer:
-    """Turn text into ids and back. tokens[id] is the UTF-8 bytes of an id, of all kinds: char (the
-    sorted characters of a text), byte (all 256), gpt2 (GPT-2's 50257). `end` is the id of BORDER,
-    None for characters of a single document."""
+    """Turn text into ids and back. There are three kinds: the tokens of "char" are the characters
+    of a text, sorted, those of "byte" are all 256 bytes, and "gpt2" has GPT-2's 50,257 tokens.
+    tokens[id] is the bytes of a token in UTF-8. `end` is the id of BORDER, or None if BORDER is no
+    token: "char" has it only if its text has several documents."""
 
     def __init__(self, kind, tokens):
         self.kind = kind
@@ -220,10 +231,10 @@ class Tokenizer:
         vocabulary lacks."""
         if self.end is None:
             return self.encode_document(text.replace(BORDER, "\n"))
-        ids = []
+        parts = []
         for document in text.split(BORDER):
-            ids += [self.encode_document(document), [self.end]]
-        return np.concatenate(ids[:-1])
+            parts += [self.encode_document(document), [self.end]]
+        return np.concatenate(parts[:-1])                     # BORDER is between, not at the end
 
     def encode_document(self, text):
         """Return the ids of a text without BORDER."""
@@ -233,17 +244,19 @@ class Tokenizer:
             return np.array(self.gpt2.encode_ordinary(text), np.int64)
         lacking = set(text) - self.ids.keys()
         if lacking:
-            raise UserError(f"the vocabulary lacks {''.join(sorted(lacking))!r}; omit these")
+            raise UserError(f"the checkpoint's vocabulary lacks {''.join(sorted(lacking))!r}; omit "
+                            "these")
         return np.array([self.ids[character] for character in text], np.int64)
 
     def decode(self, ids):
-        """Return the text of ids (a sequence, array or tensor). Bytes that are not UTF-8 become
+        """Return the text of ids, a list, an array or a tensor. Bytes that are not UTF-8 become
         U+FFFD."""
         return self.stream()(ids, final=True)
 
     def stream(self):
-        """Return feed(ids, final=False) -> the text that ids complete. final=True lets out the rest
-        as U+FFFD."""
+        """Return a function feed(ids, final=False) that decodes a text piece by piece. It returns
+        the characters that its ids complete, and keeps bytes that begin another character for the
+        next call. With final=True it returns these as U+FFFD, too."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
         def feed(ids=(), final=False):
@@ -253,15 +266,15 @@ class Tokenizer:
         return feed
 
     def bytes_a_token(self, ids):
-        """Return the mean bytes of ids[1:], the tokens that a model predicts when it reads ids
-        (N,). BORDER has none."""
+        """Return the mean number of bytes of the tokens ids[1:], which a model predicts when it
+        reads ids (N,). BORDER counts 0 bytes."""
         lengths = [0 if token == END else len(token) for token in self.tokens]
         return np.array(lengths)[ids[1:]].mean()
 
 
 def make_tokenizer(kind, text):
-    """Return a tokenizer of this kind. char takes all characters of the text, as nanoGPT does.
-    Raises UserError where a text or the network is missing."""
+    """Return a tokenizer of this kind. Only "char" looks at the text: it takes all its characters,
+    as nanoGPT does. Raises UserError if it needs a text or the network and there is none."""
     if kind == "byte":
         return Tokenizer(kind, [*(bytes([i]) for i in range(256)), END])
     if kind == "char":
@@ -272,6 +285,7 @@ def make_tokenizer(kind, text):
         if BORDER in text:
             tokens.append(END)
         return Tokenizer(kind, tokens)
+
     try:
         gpt2 = tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as fault:              # no network, or a wrong hash
@@ -282,28 +296,35 @@ def make_tokenizer(kind, text):
 
 # ---- writing
 def encode_prompt(tokenizer, prompt):
-    """Return the list of ids to start from. An empty prompt is a newline, or the first token of a
-    vocabulary that has none."""
+    """Return the list of ids to start from. An empty prompt stands for a newline, or for the first
+    token of a vocabulary that has no newline."""
     start = "\n" if b"\n" in tokenizer.tokens else tokenizer.decode([0])
     return tokenizer.encode(prompt or start).tolist()
 
 
 def continue_text(model, tokenizer, place, n, **how):
-    """Yield what the model writes after a place, piece by piece, n tokens in all. `how` goes to
-    model.generate. A place, [state, list of the ids that it has not read], moves on with the text,
-    so one may stop at any piece. At the end the last id is left."""
+    """Yield the text of n new tokens, piece by piece. `how` goes to model.generate.
+
+    place is a list [state, ids]: the state of the model, and the list of the ids that follow and
+    that it has not read yet. Both are changed in place while the text goes on. So one may stop at
+    any piece and go on from the same place later. In the end one id is left, the last of the text,
+    which the model has not read."""
     feed = tokenizer.stream()
     unread = place[1]
     device = next(model.parameters()).device
 
     def draw(ids, n):
+        """Read ids, yield n new ones, and keep the state that generate returns."""
         tokens = torch.tensor([ids], device=device)
         place[0] = yield from model.generate(tokens, n, state=place[0], **how)
 
+    # read a long prompt in pieces, after each of which the caller may stop
     while len(unread) > PIECE:
         list(draw(unread[:PIECE], 0))
         del unread[:PIECE]
-        yield ""                                        # the reader may stop here
+        yield ""
+
+    # read the rest and write; to write nothing, the last id stays unread
     ids = unread if n else unread[:-1]
     if ids:
         for token in draw(ids, n):
@@ -322,8 +343,8 @@ def split(ids):
 
 @lru_cache(4)
 def epoch(n, seq_len, seed, number):
-    """Return where an epoch's windows start in n tokens: side by side from a random offset on, in
-    random order."""
+    """Return where the windows of epoch `number` start in n tokens, (count,) in random order. They
+    lie side by side, the first at a random offset."""
     count = max(1, n // seq_len - 1)
     random = np.random.default_rng([seed % 2**64, number])    # (0, 1) and (1, 0) share nothing
     offset = random.integers(n - count * seq_len)
@@ -331,14 +352,15 @@ def epoch(n, seq_len, seed, number):
 
 
 def inputs_and_targets(ids, starts, length):
-    """Return x, y (B, length) int64: ids from each start on, and y one token later."""
+    """Return x, y (B, length) int64: row b of x is the ids from starts[b] on, and y is one token
+    later."""
     rows = torch.stack([torch.as_tensor(ids[i: i + length + 1]).long() for i in starts])
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def batch(ids, seed, step, batch_size, seq_len):
-    """Return x, y (B, T) int64 of ids (N,), N > T, as a pure function of (seed, step), epoch after
-    epoch."""
+    """Return inputs and targets x, y (B, T) int64 of ids (N,), N > T. They depend on (seed, step)
+    alone. Batches take the windows of one epoch after the other."""
     n = len(ids)
     count = len(epoch(n, seq_len, seed, 0))
     starts = []
@@ -348,9 +370,10 @@ def batch(ids, seed, step, batch_size, seq_len):
 
 
 def windows(ids, seq_len, batch_size, every=1):
-    """Yield x, y (<= B, T) int64, in which every token of ids but the first is a target exactly
-    once. A shorter window comes last and alone, so weight means by y.numel(). every > 1 leaves each
-    `every`-th whole window."""
+    """Yield x, y (<= B, T) int64 in the order of ids: every token but the first is a target exactly
+    once. The rest of ids, a shorter window, comes last and alone, so a mean over batches must be
+    weighted by y.numel(). With every > 1, only one whole window of `every` is yielded, without the
+    rest."""
     whole = (len(ids) - 1) // seq_len * seq_len
     starts = range(0, whole, every * seq_len)
     for i in range(0, len(starts), batch_size):
@@ -361,8 +384,8 @@ def windows(ids, seq_len, batch_size, every=1):
 
 
 def streams(ids, seq_len, n):
-    """Yield x, y (n, <= T) int64: ids as n streams side by side, in pieces of seq_len. At most
-    n - 1 ids are lost."""
+    """Yield x, y (n, <= T) int64: ids are cut into n equally long streams, one a row, and read in
+    pieces of seq_len. At most n - 1 ids at the end are lost."""
     n = min(n, len(ids) - 1)
     length = (len(ids) - 1) // n
     for i in range(0, length, seq_len):
@@ -371,16 +394,19 @@ def streams(ids, seq_len, n):
 
 
 def documents(x, y, end, chunk):
-    """Return x, y, mask, reset (B, T) of inputs and targets (B, T). Each x == end begins a
-    document, which moves to the right, to a multiple of chunk. What leaves the row is dropped. Gaps
-    have mask False, x 0 and y -100. reset is True where a document begins. With chunk 4 and end 9,
+    """Return x, y, mask, reset (B, T) of inputs and targets (B, T), moved so that each document
+    begins at a multiple of chunk. A document begins where x is `end`. It moves to the right, and
+    what leaves the row is dropped. Gaps have mask False, x 0 and y -100. reset is True where a
+    document begins. With chunk 4 and end 9,
     x  1 2 9 3 4 5 9 6  becomes  1 2 0 0 9 3 4 5."""
     T = x.shape[1]
     t = torch.arange(T, device=x.device).expand_as(x)
     begins = x == end
+
+    # a document is as long after the move, so the gap before the next one completes its last chunk
     first = (t * begins).cummax(1).values               # where the document of a token begins
     gaps = (first.roll(1, 1) - t) % chunk * (begins & (t > 0))
-    places = (t + gaps.cumsum(1)).clamp_max(T)
+    places = (t + gaps.cumsum(1)).clamp_max(T)          # T: out of the row
 
     def move(a, gap):
         moved = a.new_full((len(a), T + 1), gap).scatter(1, places, a)
@@ -393,7 +419,7 @@ def documents(x, y, end, chunk):
 # ---- python data.py
 def make_files(name, kind, out):
     """Write the ids of a text to OUT/train.bin and OUT/val.bin, two bytes an id, as nanoGPT does.
-    Between two documents, files or rows of .jsonl, stands the id of <|endoftext|>."""
+    The id of <|endoftext|> stands between two documents, which are files or rows of .jsonl."""
     with locked(out):
         if any(out.glob("*.bin")):
             raise UserError(f"{out} already holds token files; give another --out")

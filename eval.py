@@ -1,12 +1,13 @@
 """eval.py - what a model has learned: its loss on a text, a stream without end, its memory at work.
 
-    python eval.py --ckpt out            short for eval.py loss: the validation loss, memory reset
-                                         and carried, and by position; then a stream, with exit
-                                         code 1 on NaN or a growing state
-    python eval.py loss --ckpt out omega --stream 0 --plot     of several, drawn
+    python eval.py --ckpt out            short for eval.py loss: the validation loss, with the
+                                         memory reset and carried on, and the loss by position; then
+                                         the loss of a long stream. The exit code is 1 if a loss is
+                                         not finite or the state grows
+    python eval.py loss --ckpt out omega --stream 0 --plot     several checkpoints in one picture
     python eval.py probe --ckpt out --plot                     gates and inner losses of each layer
 
-Three tasks show the bare rule, and need no checkpoint:
+Two tasks show the bare rule, and need no checkpoint:
 
     python eval.py online              what window, momentum and Newton-Schulz bring, untrained
     python eval.py capacity --plot     how many pairs features can hold, and one pass stores
@@ -36,8 +37,8 @@ COLLAPSED = 0.02                          # below it a memory is idle, or its ga
 
 # ---- a checkpoint and its text
 def load(path, args, device):
-    """Return the dict of a checkpoint, its model and tokenizer, the Corpus of --data, and the
-    validation tokens of that."""
+    """Return the dict of a checkpoint, its model and tokenizer, and the Corpus of --data with its
+    validation tokens."""
     ckpt = train.load_checkpoint(path)
     model, tokenizer = train.rebuild(ckpt)
     corpus = train.read_text(args.data or ckpt["train"]["data"], ckpt)
@@ -48,14 +49,14 @@ def load(path, args, device):
 def frozen(module):
     """Return a copy of a model or layer whose memory stays at M0."""
     module = copy.deepcopy(module)
-    module.config.max_step = 0.0          # the bound of all inner steps
-    module.config.keep = False            # no M0 is forgotten
+    module.config.max_step = 0.0          # no step is longer, so nothing is written
+    module.config.keep = False            # and nothing of M0 is forgotten
     return module
 
 
 # ---- loss
 def evenly(ids, length, batch_size):
-    """Yield batches x, y of about WINDOWS windows of ids, evenly spaced."""
+    """Yield batches x, y of whole windows of ids, evenly spaced, about WINDOWS windows in all."""
     whole = (len(ids) - 1) // length
     every = max(1, whole // WINDOWS)
     return data.windows(ids[: whole * length + 1], length, batch_size, every)
@@ -63,8 +64,8 @@ def evenly(ids, length, batch_size):
 
 @torch.no_grad()
 def position_loss(model, batches):
-    """Return the mean nats at each position of the texts x, y (B, T) in batches, and how many texts
-    there are."""
+    """Return the mean loss in nats at each position, (T,), over all texts of batches x, y (B, T),
+    and the number of texts."""
     device = next(model.parameters()).device
     losses = []
     for x, y in batches:
@@ -75,8 +76,8 @@ def position_loss(model, batches):
 
 
 def buckets(at):
-    """Return [first, end, mean] of the values at positions [0, 16), [16, 32), [32, 64), .. up to
-    len(at)."""
+    """Cut positions 0 .. len(at) - 1 into [0, 16), [16, 32), [32, 64), .. and return a list of
+    [first, end, mean of the values `at` these positions]."""
     found, first, end = [], 0, 16
     while first < len(at):
         found.append([first, min(end, len(at)), at[first:end].mean().item()])
@@ -85,13 +86,14 @@ def buckets(at):
 
 
 def curve(at):
-    """Return the buckets of values as a line of `picture`: their middles, their means."""
+    """Return a line for `picture`: the middles of the buckets, and their means."""
     found = buckets(at)
     return [(first + end) / 2 for first, end, _ in found], [mean for _, _, mean in found]
 
 
 def loss_task(args, device):
-    """Print the losses of checkpoints, also by position. Raises Halt where one is not finite."""
+    """Print the losses of checkpoints, also by position. The exit code is 1 if a loss is not finite
+    or the state grows."""
     lines = {}
     for path in args.ckpt:
         ckpt, model, tokenizer, corpus, val = load(path, args, device)
@@ -131,11 +133,12 @@ def state_bytes(state):
 
 @torch.inference_mode()
 def stream(model, ids, n):
-    """Read about n tokens through one state, and print the loss and the size of the state about ten
-    times. Raises Halt where the loss is not finite or the state grows."""
+    """Read about n tokens in one stream, ids over and over, and carry the state on. Print the mean
+    loss and the size of the state about ten times. Raises Halt if the loss is not finite or the
+    state grows."""
     c = model.config
     device = next(model.parameters()).device
-    piece = math.ceil(1024 / c.period()) * c.period()     # a state depends on where a chunk ends
+    piece = math.ceil(1024 / c.period()) * c.period()     # whole chunks: else sizes vary
     length = math.ceil(n / piece) * piece + 1
     ids = data.Joined([ids] * math.ceil(length / len(ids)))[:length]
 
@@ -151,24 +154,25 @@ def stream(model, ids, n):
             sizes.append(state_bytes(state))
             say(f"  {seen:9,}  {total / seen:10.4f}  {sizes[-1]:11,}")
 
-    growth = sizes[-1] / max(1, *sizes[:2]) - 1           # by the second line all buffers are there
-    if growth > 0.05 and not models.holds_all(c):         # a transformer's has to grow
+    growth = sizes[-1] / max(1, *sizes[:2]) - 1           # by the second line all buffers are full
+    if growth > 0.05 and not models.holds_all(c):         # a transformer's state has to grow
         raise Halt(f"the state grows with the stream: {growth:+.1%} since the second line")
 
 
 # ---- watching a memory at work
 def watch(layer, x, state=None):
-    """Return the gates and inner losses of each token of x (B, T, n_embd) in a layer.Memory, under
-    the names of `probe`."""
+    """Return the gates and inner losses of each token while a layer.Memory reads its inputs
+    x (B, T, n_embd): a dict of tensors (B, H, T), whose names `probe` explains."""
     fresh = layer.start(x)
     state = state or fresh
     _, k, v, gates, _ = layer.project(x, state)
 
-    # W_t reads the key of t + 1; moved by one it is the answer before the pair is written
+    # before: the answers M(k_t; W_{t-1}). The queries of `learn` read W_t, after the write, so its
+    # query t is the key of t + 1, and the answers move by one. The first key is asked of `state`
     after, _ = layer.learn(k.roll(-1, 2), k, v, gates, state.fast)
     first = layer.recall(k[:, :, :1], layer.frozen(state))
     before = torch.cat([first, after[:, :, :-1]], 2)
-    untaught = layer.recall(k, layer.frozen(fresh))
+    untaught = layer.recall(k, layer.frozen(fresh))           # the answers of M0
 
     found = gates._asdict()
     found["gate"] = gates.gate.sum(-1)
@@ -180,8 +184,8 @@ def watch(layer, x, state=None):
 
 @torch.no_grad()
 def probe(model, tokens):
-    """Watch the memories while the model reads tokens (B, T) from the start. Return for each layer
-    a dict of tensors:
+    """Watch the memories while the model reads tokens (B, T), the beginning of a text. Return a
+    list with a dict of tensors for each layer:
 
         keep, step, momentum, gate   (B, H, T); gate is the sum over the window
         opened      (B, H, T)        the step as a share of its bound
@@ -189,8 +193,8 @@ def probe(model, tokens):
                                      l(M(phi(k_t); W_{t-1}), v_t)
         untaught    (B, H, T)        the same at M0
         written     (B, H)           |W - M0| after the last token
-        share       ()               |o - o'| / |o|: what the layer says, o, and what it says if its
-                                     memory cannot write, o'
+        share       ()               |o - o'| / |o|, where o is the output of the layer, and o' its
+                                     output if its memory cannot write
         attn_gate   (B, n_embd, T)   MAG and MAC only: the attention gate, sigmoid(norm(M(..)))
     """
     calls = {}                            # module: inputs and output of each of its calls
@@ -200,23 +204,30 @@ def probe(model, tokens):
 
     with register_module_forward_hook(note):
         model(tokens)
+
     found = []
     for block in model.blocks:
         layer = block.layer
-        inside = getattr(layer, "memory", layer)          # the Memory of a Wiring
-        seen = [watch(inside, *inputs[:2]) for inputs, _ in calls[inside]]  # MAC: of each segment
+        inside = getattr(layer, "memory", layer)          # the Memory, also inside of a Wiring
+
+        # the gates and inner losses; MAC calls its memory for one segment after the other
+        seen = [watch(inside, *inputs[:2]) for inputs, _ in calls[inside]]
         at = {}
         for name in seen[0]:
             joined = torch.cat([a[name] for a in seen], -1)
-            at[name] = joined[..., -tokens.shape[1]:]     # without persistent tokens
+            at[name] = joined[..., -tokens.shape[1]:]     # the persistent tokens come first
 
+        # what was written, from the state after the last call
         _, (_, state) = calls[inside][-1]
         W = inside.frozen(state)
-        M0 = inside.frozen(state, tokens[:, 0] >= 0)      # reset in each sequence
+        M0 = inside.frozen(state, tokens[:, 0] >= 0)      # reset is True for all rows
         at["written"] = torch.cat([(w - m).flatten(2) for w, m in zip(W, M0)], 2).norm(dim=2)
+
+        # what the writes change in the output of the layer
         (x, *_), (o, _) = calls[layer][0]
         change = o - frozen(layer)(x)[0]
         at["share"] = change.norm() / o.norm().clamp_min(torch.finfo(o.dtype).tiny)
+
         if model.config.wiring in ("mag", "mac"):
             normed = torch.cat([output for _, output in calls[layer.m_norm]], 1)
             at["attn_gate"] = normed.sigmoid().mT
@@ -230,6 +241,7 @@ def probe_task(args, device):
     if model.config.attention or model.config.shard:
         raise UserError(f"probe: {ckpt['path']} has no memory, or one in shards "
                         f"({ckpt['preset']}); give another --ckpt")
+
     ids = ids[: args.length or ckpt["train"]["seq_len"]]
     tokens = torch.as_tensor(ids).long()[None]
     found = probe(model, tokens.to(device))
@@ -247,6 +259,8 @@ def probe_task(args, device):
         if gate is not None and min(gate.std(-1, correction=0).mean(), at["share"]) < COLLAPSED:
             say(f"warning: layer {i}: its memory is idle, or the gate stands still; train with "
                 "a narrower --attn-window, --memory-floor or --polarise")
+
+        # means over rows and heads, of each token where there are tokens
         at = {name: a.mean((0, 1)) if a.dim() == 3 else a.mean() for name, a in at.items()}
         for name in "surprise", "untaught", "opened":
             lines[f"layer {i}: {name}"] = curve(at[name])
@@ -263,8 +277,8 @@ DRAWS, SEED = 32, 1337
 
 
 def plain_layer(device, window, momentum, muon, **more):
-    """Return a layer.Memory by PLAIN, whose rule has this window, and momentum and Newton-Schulz or
-    not; and the name of the rule."""
+    """Return an untrained layer.Memory with the settings of PLAIN and these, and a name for its
+    rule. momentum and muon are bools: does the rule have momentum, and Newton-Schulz?"""
     given = dict(window=window, momentum=momentum, muon=muon, n_head=len(STEPS))
     config = models.configure("atlas", **PLAIN, **given, **more)
     name = f"window {window}"
@@ -276,8 +290,9 @@ def plain_layer(device, window, momentum, muon, **more):
 
 
 def draw_pairs(counts, dim, device, correlated=False):
-    """Return for each n of counts the keys and values (2, DRAWS, 1, n, dim), of unit length.
-    Coordinate i of correlated keys is 1/i as large."""
+    """Return a list with a tensor (2, DRAWS, 1, n, dim) for each n of counts: keys and values of
+    random directions and length 1. If correlated, coordinate i of the keys is divided by i before
+    they get their length."""
     drawn = []
     for n in counts:
         pairs = torch.randn(2, DRAWS, 1, n, dim, generator=seeded(SEED))
@@ -289,9 +304,10 @@ def draw_pairs(counts, dim, device, correlated=False):
 
 @torch.no_grad()
 def one_pass(layer, k, v):
-    """Read pairs k, v (B, 1, T, D) once by the rule of the layer (Eq 9, 33, 32), with constant
-    gates: it forgets nothing, and weighs a window evenly. Each head learns with another of STEPS.
-    Return for each the mean |M(k) - v|^2 of all pairs in the last M, inf where it diverges."""
+    """Write pairs k, v (B, 1, T, D) once by the rule of the layer (Eq 9, 33, 32) with constant
+    gates: nothing is forgotten, and all pairs of a window weigh the same. Each head takes another
+    step of STEPS. Return for each step the mean |M(k) - v|^2 of all pairs, where M is the memory
+    after the last pair; inf if it diverges."""
     c = layer.config
     k, v = k.expand(-1, c.n_head, -1, -1), v.expand(-1, c.n_head, -1, -1)
     ones = torch.ones_like(k[..., 0])
@@ -307,14 +323,14 @@ def one_pass(layer, k, v):
 
 
 def least_squares(phi, k, v):
-    """Return the mean |W phi(k) - v|^2 of the best W."""
-    x = phi(F.normalize(k.double(), dim=-1))              # of length 1 to the last digit
+    """Return the mean |phi(k) W - v|^2 of the matrix W for which it is least."""
+    x = phi(F.normalize(k.double(), dim=-1))              # normalised again, now in float64
     y = x @ torch.linalg.pinv(x) @ v.double()
     return (y - v).square().sum(-1).mean().item()
 
 
 def show_errors(args, lines, drawn):
-    """Print lines {name: (pairs, errors)}, and draw some of them."""
+    """Print lines {name: (pairs, errors)}, and draw those in `drawn`."""
     say(f"mean |M(k) - v|^2 / |v|^2 of {DRAWS} x N pairs, for one pass with the best of "
         f"{len(STEPS)} steps\n")
     say(f"{'N':58}" + "".join(f"{n:7d}" for n in args.pairs))
@@ -324,8 +340,8 @@ def show_errors(args, lines, drawn):
 
 
 def online_task(args, device):
-    """Print what window, momentum and Newton-Schulz bring in one pass, untrained, for two kinds of
-    keys."""
+    """Print how well an untrained rule stores pairs in one pass, with and without window, momentum
+    and Newton-Schulz, for two kinds of keys."""
     lines, shown = {}, {}
     for kind in "independent", "correlated":
         drawn = draw_pairs(args.pairs, 32, device, kind == "correlated")
@@ -341,8 +357,8 @@ def online_task(args, device):
 
 
 def capacity_task(args, device):
-    """Print how many pairs a matrix holds by least squares (Prop 2: its independent features), and
-    in one pass."""
+    """Print how many pairs a matrix can hold at best, by least squares (Prop 2: as many as there
+    are independent features), and how many the rule stores in one pass."""
     lines = {}
     drawn = draw_pairs(args.pairs, 8, device)
     for features in "none", "monomial":

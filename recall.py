@@ -1,4 +1,5 @@
-"""recall.py - can a small model recall what it saw once? Synthetic tasks, and campaigns on them.
+"""recall.py - can a small model recall what it saw once? It trains small models on synthetic tasks,
+and prints a table of their right answers.
 
     python recall.py needle --model transformer,head_dim=16 atlas --seeds 1 2 3 --plot
                                                               pairs hidden in long noise
@@ -7,12 +8,15 @@
     python recall.py correlated --head-dim 4 --steps 600      pairs whose keys are alike
     python recall.py mad              the six synthetic tasks of MAD: the paper's Table 4, small
 
-A model is a preset, and may be changed: atlas,memory=mlp,steps=900 (fields of models.Config; steps
-and lr). With --json FILE a campaign keeps each result as it comes. Started again it trains what is
-missing. One campaign at a time may write to a FILE.
+A name of --model is a preset, or a preset with changes, as atlas,memory=mlp,steps=900: one may
+change all fields of models.Config, the training steps, and lr.
+
+A campaign trains all models of --model on a task, each with all --seeds. With --json FILE it keeps
+each result as soon as it is there, and when it is started again, it trains only what is missing.
+Only one campaign at a time may write to a FILE.
 
 To add a task, write a function that draws it, as needle does, and one that makes a Task of it and
-starts a campaign, as needle_task does. Name the latter in TASKS, and its flags in `parse`.
+starts a campaign, as needle_task does. Name the second in TASKS, and its flags in `parse`.
 """
 import json
 import math
@@ -34,7 +38,8 @@ from common import (Parser, UserError, add_flags, add_number, add_tasks, chosen,
 
 # ---- recall of pairs
 def distinct(batch, n, below, generator):
-    """Return (batch, n): n different numbers of 0 .. below - 1 in each row, in random order."""
+    """Return (batch, n) numbers from 0 to below - 1. Those of a row are different, and in random
+    order."""
     return torch.rand(batch, below, generator=generator).topk(n).indices
 
 
@@ -48,10 +53,11 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
         tokens     3   11    4   10    1    8    4    0    0    0    0    0    3    0
         targets -100 -100 -100 -100 -100 -100   10 -100 -100 -100 -100 -100   11 -100
 
-    -> tokens, targets (batch, seq_len) int64 on the CPU; targets are -100 where no answer is asked.
-    Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1, each at most once in a row. Queries
-    stand 2g places behind the last pair; g = 0, 1, .. is drawn by weight (g+1)^-0.99 (zoology's
-    power_a = 0.01, without its filler). Raises UserError for sizes that do not fit."""
+    -> tokens, targets (batch, seq_len) int64 on the CPU; a target is -100 where no answer is asked.
+    Keys are 1 .. vocab/2 - 1, values vocab/2 .. vocab - 1, each at most once in a row. A query
+    stands 2g places behind the last pair. Its g = 0, 1, .. is drawn with weight (g+1)^-0.99, as
+    zoology draws it with power_a = 0.01; zoology puts random tokens in the place of the 0s. Raises
+    UserError for sizes that do not fit."""
     enough_keys = 1 <= n_queries <= n_pairs <= vocab // 2 - 1
     if not enough_keys or 2 * (n_pairs + n_queries) > seq_len:
         raise UserError(f"mqar: {n_pairs=}, {n_queries=} do not fit {vocab=}, {seq_len=}; "
@@ -62,7 +68,7 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
     n_places = (seq_len - 2 * n_pairs) // 2
     weights = torch.arange(1, n_places + 1, dtype=torch.float64) ** -0.99
     g = torch.multinomial(weights.expand(batch, -1), n_queries, generator=generator)
-    place = 2 * n_pairs + 2 * g
+    place = 2 * n_pairs + 2 * g                           # of the queries
 
     tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
     tokens[:, 0:2 * n_pairs:2] = keys
@@ -74,18 +80,18 @@ def mqar(batch, n_pairs, n_queries, vocab, seq_len, generator):
 
 
 def needle(batch, n_pairs, seq_len, generator, symbols=16):
-    """Draw key-value pairs hidden anywhere in noise; at the end each key asks for its value, in
-    random order. Token 0 stands behind a key that asks. Then come `symbols` tokens each for noise,
-    keys (at most once a row) and values.
+    """Draw key-value pairs hidden anywhere in noise. At the end all keys come once more, in random
+    order, and ask for their values; token 0 stands behind each. The vocabulary is token 0, and then
+    `symbols` tokens each for noise, for keys and for values. A row has a key at most once.
     needle(1, 2, 12, g, symbols=3), where g is torch.Generator().manual_seed(10521) here and below:
 
         tokens     1    1    6    7    1    1    4    9    4    0    6    0
         targets -100 -100 -100 -100 -100 -100 -100 -100    9 -100    7 -100
     """
     n = seq_len - 2 * n_pairs                             # where the questions begin
-    slot = distinct(batch, n_pairs, n - n_pairs, generator)
+    slot = distinct(batch, n_pairs, n - n_pairs, generator)       # places, if a pair took only one
     pairs_before = slot.argsort(-1).argsort(-1)
-    place = slot + pairs_before                           # each of them takes one place more
+    place = slot + pairs_before                           # a pair takes one place more
     keys = 1 + symbols + distinct(batch, n_pairs, symbols, generator)
     values = torch.randint(1 + 2 * symbols, 1 + 3 * symbols, keys.shape, generator=generator)
 
@@ -101,10 +107,11 @@ def needle(batch, n_pairs, seq_len, generator, symbols=16):
 
 def correlated(batch, n_pairs, family, generator, symbols=16):
     """Draw pairs whose keys are alike, then all keys in another order, which ask for their values.
-    A key is two tokens, a row and a column. Each text draws `family` rows and columns anew, of
-    `symbols` each, and its keys are different cells of this table. So most keys share a token with
-    several others, and no fixed projection makes them independent. Values may repeat.
-    correlated(1, 3, 2, g, symbols=3), where tokens below 3 are rows and those below 6 columns:
+    A key is two tokens, a row and a column of a table. Each text draws the table anew: `family`
+    rows and `family` columns, out of `symbols` each. Its keys are different cells of the table. So
+    most keys share a token with several others, and no fixed projection makes them independent.
+    Values may repeat.
+    correlated(1, 3, 2, g, symbols=3), where tokens 0 to 2 are rows, 3 to 5 columns, 6 to 8 values:
 
         tokens     2    5    6    1    5    6    1    4    6    1    4    2    5    1    5
         targets -100 -100 -100 -100 -100 -100 -100 -100 -100 -100    6 -100    6 -100    6
@@ -126,17 +133,18 @@ def correlated(batch, n_pairs, family, generator, symbols=16):
     asks = torch.stack([key.gather(1, order) for key in keys], -1).flatten(1)
     answers = torch.full_like(asks, -100)
     answers[:, 1::2] = values.gather(1, order)
-    return torch.cat([pairs, asks], 1), torch.cat([torch.full_like(pairs, -100), answers], 1)
+    unasked = torch.full_like(pairs, -100)
+    return torch.cat([pairs, asks], 1), torch.cat([unasked, answers], 1)
 
 
 # ---- the tasks of MAD (Poli et al. 2024, arXiv 2403.17844, https://github.com/athms/mad-lab),
-# written anew. Here every batch is new and only the answers are trained; MAD has fixed training
-# sets, and its recalls train on every next token
+# written anew. Here every batch is new, and only answers are targets. MAD has fixed training sets,
+# and in its recall tasks every next token is a target
 def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
-    """Draw in-context recall: n_keys key-value pairs repeat, and each value is asked for from its
-    second time on. A share `noise` of the pairs is noise. In fuzzy recall a key has `motif` tokens
-    (in MAD's training also fewer) and a value 1 to `motif`. `symbols` tokens each are for keys and
-    values, then twice as many for noise.
+    """Draw in-context recall: n_keys key-value pairs come again and again, and each value is asked
+    for from its second time on. A share `noise` of the pairs is replaced by noise. In fuzzy recall
+    (motif > 1) a key has `motif` tokens, in MAD's training also fewer, and a value 1 to `motif`.
+    The vocabulary is `symbols` tokens for keys, as many for values, and twice as many for noise.
     recall(1, 2, 16, g, symbols=3, motif=2, noise=0.2):
 
         tokens     2    1    3    0    2    5    3    2    1    3    7   11    9    0    2    5
@@ -147,32 +155,34 @@ def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
     keys = number // symbols ** place % symbols                         # its digits
     values = torch.randint(symbols, 2 * symbols, keys.shape, generator=generator)
     last = torch.randint(motif, (batch, n_keys, 1), generator=generator)
-    values[place > last] = -1                                           # a gap
+    values[place > last] = -1                             # a gap, where a value is shorter
 
-    n = seq_len // (motif + 1) + 1                        # pairs are enough, with values of a token
+    # so many pairs fill a row, even if all values are one token; pick: the pair, or -1 for noise
+    n = seq_len // (motif + 1) + 1
     pick = torch.randint(n_keys, (batch, n), generator=generator)
     pick[torch.rand(batch, n, generator=generator) < noise] = -1
     row = torch.arange(batch)[:, None]
     tokens = torch.cat([keys, values], -1)[row, pick]     # (batch, n, 2 motif)
     gaps = (tokens < 0).flatten(1).int()
-    order = gaps.argsort(stable=True)[:, :seq_len + 1]                  # gaps move to the end
+    order = gaps.argsort(stable=True)[:, :seq_len + 1]    # gaps move to the end
     noisy = pick < 0
     shape = tokens[noisy].shape
     tokens[noisy] = torch.randint(2 * symbols, 4 * symbols, shape, generator=generator)
 
-    seen = (pick[:, :, None] == pick[:, None]).tril(-1).any(-1)         # earlier in the row
+    # every value that came before in the row is a target
+    seen = (pick[:, :, None] == pick[:, None]).tril(-1).any(-1)
     targets = tokens.clone()
     targets[noisy | ~seen] = -100
-    targets[..., :motif] = -100                                         # keys
+    targets[..., :motif] = -100                           # keys
     tokens = tokens.flatten(1).gather(1, order)
     targets = targets.flatten(1).gather(1, order)
     return tokens[:, :-1], targets[:, 1:]
 
 
 def compression(batch, n_tokens, generator, symbols=15):
-    """Draw random tokens, a token "compress", then a token for each place that asks what stood
-    there. In MAD an MLP answers from the output at "compress" alone; here attention may look
-    further back. compression(1, 4, g, symbols=5):
+    """Draw random tokens, then a token "compress", then for each place a token of its own, which
+    asks what stood there. In MAD an MLP answers from the output at "compress" alone; here attention
+    may look further back. compression(1, 4, g, symbols=5):
 
         tokens     1    0    4    3    5    6    7    8    9
         targets -100 -100 -100 -100 -100    1    0    4    3
@@ -186,9 +196,9 @@ def compression(batch, n_tokens, generator, symbols=15):
 
 
 def memorization(batch, seq_len, generator, symbols=127, seed=0):
-    """Draw keys, each with a token "insert" that asks for its value. No value is ever shown: `seed`
-    fixes them for all rows and batches, so a model must learn them in training. Tokens: `symbols`
-    each of keys and values, then "insert". memorization(1, 8, g, symbols=4):
+    """Draw keys, each with a token "insert" behind it that asks for its value. No value is ever
+    shown: `seed` fixes them for all rows and batches, so a model must learn them in training. The
+    vocabulary is `symbols` keys, as many values, and "insert". memorization(1, 8, g, symbols=4):
 
         tokens     3    8    0    8    3    8    1    8
         targets -100    6 -100    4 -100    6 -100    5
@@ -203,9 +213,9 @@ def memorization(batch, seq_len, generator, symbols=127, seed=0):
 
 
 def selective_copying(batch, n_tokens, seq_len, generator, symbols=14):
-    """Draw tokens anywhere among blanks, a token "copy", then as many blanks, each asking for the
-    next of the tokens. selective_copying(1, 3, 10, g, symbols=4), where 4 is the blank and 5 is
-    "copy":
+    """Draw tokens anywhere among blanks, then a token "copy", then as many blanks as there were
+    tokens; each of these asks for the next token. selective_copying(1, 3, 10, g, symbols=4), where
+    4 is the blank and 5 is "copy":
 
         tokens     4    3    0    3    4    4    5    4    4    4
         targets -100 -100 -100 -100 -100 -100 -100    3    0    3
@@ -221,9 +231,9 @@ def selective_copying(batch, n_tokens, seq_len, generator, symbols=14):
     return tokens, targets
 
 
-# name: (draw, vocabulary size, chance); draw(batch, generator=g) -> tokens, targets. Sizes are
-# MAD's smallest or below. Chance is the accuracy of always giving the row's most frequent answer,
-# or where a row shows none, a fixed one: a model that scores no more recalls nothing.
+# name: (draw, vocabulary size, chance); draw(batch, generator=g) -> tokens, targets. The sizes are
+# the smallest of MAD, or smaller. Chance is the accuracy of a model that recalls nothing: it always
+# gives the most frequent answer of the row, or a fixed one if the row shows no answers.
 MAD = {
     "recall": (partial(recall, n_keys=8, seq_len=128), 16, 0.35),
     "noisy-recall": (partial(recall, n_keys=8, seq_len=128, noise=0.2), 32, 0.36),
@@ -238,8 +248,8 @@ SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8)  # where no flag or --m
 
 
 class Task(NamedTuple):
-    """Say what a model is trained on, and what it is asked. Each draw(generator=g) returns tokens
-    and targets (batch, T); targets are -100 where no answer is asked."""
+    """Hold what a model is trained on, and what it is asked. A draw is a function draw(generator=g)
+    -> tokens, targets (batch, T); a target is -100 where no answer is asked."""
     name: str
     vocab: int                            # the size of the vocabulary
     train: list                           # draws of batches to train on, in turn
@@ -247,8 +257,9 @@ class Task(NamedTuple):
 
 
 def variant(name, args, **more):
-    """Read a model as --model takes it, as atlas,memory=mlp,steps=900. Return its models.Config,
-    its training steps and its lr. Raises UserError for unknown names and values."""
+    """Read a name of --model, as atlas,memory=mlp,steps=900. Return its models.Config, its training
+    steps and its lr. The name overrides `more`, which overrides the flags args. Raises UserError
+    for unknown names and values."""
     preset, *changes = name.split(",")
     kinds = {f.name: f.type for f in fields(models.Config) if f.name not in train.NO_FLAG}
     kinds |= dict(steps=int, lr=float)
@@ -263,6 +274,7 @@ def variant(name, args, **more):
         except (KeyError, ValueError):
             raise UserError(f"--model {name}: cannot set {key}={value}; "
                             "give field=value, as muon=False")
+
     steps, lr = given.pop("steps"), given.pop("lr")
     train.TrainConfig(steps=steps, lr=lr)                     # raises UserError
     network = SMALL | chosen(vars(args), models.Config) | more | given
@@ -270,8 +282,8 @@ def variant(name, args, **more):
 
 
 def trained(name, seed, args, device, vocab, draw, title):
-    """Return a model of this name, trained on the batches draw(number, period) -> x, y. Numbers
-    begin at 0; the period, which train.Task needs, means nothing here."""
+    """Return the model of this name, trained on the batches draw(number, period) -> x, y, with
+    number 0, 1, .. (train.Task.draw explains the period, which has no meaning here)."""
     config, steps, lr = variant(name, args, vocab_size=vocab)
     torch.manual_seed(seed)
     model = models.LM(config).to(device)
@@ -289,7 +301,7 @@ def trained(name, seed, args, device, vocab, draw, title):
 
 @torch.no_grad()
 def accuracy(model, batches):
-    """Return the share of right answers in batches x, y; targets of -100 are not asked for."""
+    """Return the share of right answers in batches x, y; -100 in y asks for none."""
     device = next(model.parameters()).device
     right, asked = 0, 0
     for x, y in batches:
@@ -305,28 +317,31 @@ def score(task, args, device, name, seed):
         draw_size = task.train[number % len(task.train)]
         return draw_size(generator=seeded_batch(seed, number))
 
-    model = trained(name, seed, args, device, task.vocab, draw, task.name)
-    scores = {}
+    # drawn before the training, so that sizes that do not fit are refused at once
+    asked = {}
     for column, ask in task.ask.items():
-        batches = [ask(generator=seeded_batch(seed, i, test=True)) for i in range(4)]
-        scores[str(column)] = accuracy(model, batches)
-    return scores
+        asked[str(column)] = [ask(generator=seeded_batch(seed, i, test=True)) for i in range(4)]
+
+    model = trained(name, seed, args, device, task.vocab, draw, task.name)
+    return {column: accuracy(model, batches) for column, batches in asked.items()}
 
 
 # ---- campaigns
-ELSEWHERE = "run mark json plot device threads model seeds".split()     # flags that are no setting
+ELSEWHERE = "run mark json plot device threads model seeds".split()     # flags, but no settings
 
 
 def settings_of(name, args):
-    """Return what decides a result beside model and seed: the flags, and the network, as config."""
+    """Return what decides a result beside the names of --model and the seed: a dict of the flags,
+    and under "config" the whole network."""
     config = asdict(variant(name, args)[0])
     flags = {key: a for key, a in vars(args).items() if key not in config and key not in ELSEWHERE}
     return flags | dict(config=config)
 
 
 def identity(record):
-    """Return what tells a result from others, in one string. Of the network it has what is not
-    usual, so that a result stays valid when models.Config gets another field."""
+    """Return a string by which a result differs from others: its model, seed and settings. Fields
+    of the network that have their default are left out, so a result stays valid when models.Config
+    gets a new field."""
     usual, settings = asdict(models.Config()), record["settings"]
     changed = {key: a for key, a in settings["config"].items() if a != usual.get(key)}
     settings = settings | dict(config=changed)
@@ -334,8 +349,8 @@ def identity(record):
 
 
 def read_records(file):
-    """Return the results in a file of --json by their identity, {} where there is no file yet.
-    Raises UserError where it holds something else."""
+    """Return the results in a file of --json, {identity: record}, which is empty if there is no
+    file yet. Raises UserError if the file holds something else."""
     try:
         records = json.loads(Path(file).read_text())["records"]
         return {identity(record): record for record in records if record["scores"]}
@@ -346,9 +361,9 @@ def read_records(file):
 
 
 def campaign(args, trial, columns, x="", **how):
-    """Run trial(name, seed) -> {column: score} for each name of --model and each of --seeds, but
-    for what the file of --json has. Print the table, and draw it over an axis named x; how: more
-    arguments of `picture`. Return {name: [a record a seed]}."""
+    """Run trial(name, seed) -> {column: score} for each name of --model and each of --seeds, except
+    those whose result is in the file of --json. Print the table, and draw it over an axis named x;
+    how: more arguments of `picture`. Return {name: [one record for each seed]}."""
     settings = {name: settings_of(name, args) for name in args.model}     # raises UserError
     done = read_records(args.json) if args.json else {}
     found = {name: [] for name in args.model}
@@ -364,13 +379,14 @@ def campaign(args, trial, columns, x="", **how):
                 if args.json:
                     write_json(args.json, dict(records=list(done.values())))
             found[name].append(done[key])
+
     picture(args.plot, show(found, columns), x, "right answers", **how)
     return found
 
 
 def show(found, columns):
-    """Print the table of a campaign: mean and standard deviation over the seeds. Return its lines
-    for `picture`."""
+    """Print the table of a campaign: the mean and standard deviation over the seeds, for each model
+    and column. Return the lines of the table for `picture`."""
     width = max(map(len, found)) + 2
     say("\n" + " " * width + "".join(f"{column!s:>18}" for column in columns) + "   seconds")
     lines = {}
@@ -406,7 +422,7 @@ def mqar_task(args, device):
     def draws(batch):
         return {n: partial(mqar, batch, n, n, args.vocab, args.seq_len) for n in args.pairs}
 
-    rows = max(1, args.batch_size * 128 // max(args.seq_len, 128))        # fewer of long texts
+    rows = max(1, args.batch_size * 128 // max(args.seq_len, 128))        # fewer, if texts are long
     task = Task("mqar", args.vocab, list(draws(rows).values()), draws(args.batch_size))
     campaign(args, partial(score, task, args, device), args.pairs, "pairs")
     say("by guessing: 1 / pairs")
@@ -444,18 +460,18 @@ def parse(argv=None):
     for task, steps in zip(tasks, (1200, 300, 600, 600)):
         task.set_defaults(mark='"records"')                   # `read_records` looks closer
         task.add_argument("--model", nargs="+", default=["atlas"],
-                          help="presets, changed or not [atlas]")
-        add_number(task, "--seeds", 0, [1337], "of weights and data")
-        add_number(task, "--steps", 1, steps, "of training")
+                          help="presets, or presets with changes, as atlas,memory=mlp [atlas]")
+        add_number(task, "--seeds", 0, [1337], "seeds of weights and data; one run for each")
+        add_number(task, "--steps", 1, steps, "training steps")
         add_number(task, "--batch-size", 1, 32, "sequences at a time")
         add_number(task, "--lr", 0.0, 5e-3, "peak learning rate of AdamW")
-        add_flags(task, "the network; in [] is what atlas has", models.Config,
+        add_flags(task, "the network; [] shows the values of atlas", models.Config,
                   models.sized("atlas", "tiny") | SMALL, skip=train.NO_FLAG)
-    add_number(needle, "--lengths", 16, [128, 256, 512, 1024, 2048, 4096], "of test texts")
-    add_number(mqar, "--pairs", 1, [4], "in a text")
+    add_number(needle, "--lengths", 16, [128, 256, 512, 1024, 2048, 4096], "tokens of test texts")
+    add_number(mqar, "--pairs", 1, [4], "pairs in a text")
     add_number(mqar, "--vocab", 4, 16, "size of the vocabulary; half of it are values")
     add_number(mqar, "--seq-len", 1, 24, "tokens of a text")
-    add_number(correlated, "--pairs", 1, [4, 8, 16], "in a text")
+    add_number(correlated, "--pairs", 1, [4, 8, 16], "pairs in a text")
     add_number(correlated, "--family", 1, 4, "rows and columns of keys in a text")
     return parser.parse_args(with_task(argv, "mqar"))
 

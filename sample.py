@@ -7,8 +7,8 @@ writes.
     python sample.py --prompt - --tokens 0 --save-state read.pt < book.txt    read a book once, and
     python sample.py --load-state read.pt --prompt "After that"               go on where it ended
 
-The texts go to stdout as they are generated, with a line of dashes between two. All else goes to
-stderr.
+Each text goes to stdout while it is generated, and a line of dashes stands between two. All other
+lines go to stderr.
 """
 import sys
 from functools import partial
@@ -25,21 +25,23 @@ MARK = "state of sample.py"                                   # in each file of 
 
 
 def until(stop, pieces):
-    """Yield the text of pieces up to the first `stop`. What may be its beginning waits."""
+    """Yield the text of pieces up to the first `stop`, piece by piece. The last characters, which
+    may be the beginning of `stop`, are held back until the next piece decides."""
     waiting = ""
     for piece in pieces:
         waiting += piece
         if stop and stop in waiting:
             yield waiting.partition(stop)[0]
             return
-        sure = max(0, len(waiting) + 1 - len(stop))
+        sure = max(0, len(waiting) + 1 - len(stop))           # no later stop begins here
         yield waiting[:sure]
         waiting = waiting[sure:]
     yield waiting
 
 
 def read_prompt():
-    """Return the text of stdin, line ends as they are. Raises UserError if it is not UTF-8."""
+    """Return the text of stdin, with its line ends unchanged. Raises UserError if it is not
+    UTF-8."""
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as fault:
@@ -47,39 +49,40 @@ def read_prompt():
 
 
 def load_state(path, origin, device):
-    """Return the state and the ids after it from a file of --save-state. Raises UserError if it was
-    not made by the checkpoint that origin describes."""
+    """Return what a file of --save-state holds: the state, and the ids that follow and are not yet
+    read. Raises UserError if the file was not made with the checkpoint that origin describes."""
     try:
         made_by, state, ids = torch.load(path, map_location=device, weights_only=True)
         if made_by != origin:
             raise ValueError("of another checkpoint")
         return state, ids
     except Exception as fault:                                # its type depends on what the file is
-        raise UserError(f"{path} is no --save-state of this --ckpt ({fault!r:.99}); "
+        raise UserError(f"{path} is no --save-state of this --ckpt ({type(fault).__name__}); "
                         "give another file")
 
 
 def speak(args):
-    """Print the prompt and what the model writes after it."""
+    """Do what the flags `args` say: print the prompt and what the model writes after it, --num
+    times, and keep the state."""
     if args.save_state and (args.num > 1 or args.stop):
         raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
-    check_output(args.save_state, MARK)                       # best.pt is not lost to a slip
+    check_output(args.save_state, MARK)                       # it overwrites only such files
     prompt = read_prompt() if args.prompt == "-" else args.prompt
     device = setup(args.device, args.threads)
     ckpt = load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)
     model.to(device)
 
-    # no other training took exactly as long
+    # origin tells checkpoints apart: no other training took exactly as many seconds
     origin = [MARK, ckpt["config"], ckpt["step"], ckpt["seconds"]]
     state, ids = None, []
     if args.load_state:
         state, ids = load_state(args.load_state, origin, device)
-    if prompt or not ids:
+    if prompt or not ids:                                     # an empty prompt may follow a state
         ids += map(int, encode_prompt(tokenizer, prompt))
     tell(f"{ckpt['path']}: {ckpt['preset']} trained on {ckpt['data']['used']}, step {ckpt['step']}")
 
-    # whoever saves reads on when `| head` has seen enough
+    # say goes on when `| head` has seen enough, so the state is saved; print ends the program
     write = say if args.save_state else print
 
     def show(text):
@@ -92,7 +95,7 @@ def speak(args):
             if i > 0:
                 show("---------------\n")
             show(prompt)
-            place = [state, ids.copy()]                       # where the next text goes on
+            place = [state, ids.copy()]                       # continue_text moves it on
             pieces = continue_text(model, tokenizer, place, args.tokens, generator=draws,
                                    temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
             for piece in until(args.stop, pieces):

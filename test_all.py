@@ -1,9 +1,10 @@
-"""test_all.py - all tests: no network, no GPU, no files but what is here.
+"""test_all.py - all tests. They need no network, no GPU, and no files but those of this folder.
 
-    pytest test_all.py                    about a minute; GPU tests skip themselves
+    pytest test_all.py                    one to two minutes; tests of a GPU are skipped without one
     python test_all.py --mutants          breaks the rule in 15 ways; a test must notice each
 
-In the order of the modules. A docstring says which mistake a test catches.
+The tests stand in the order of the modules. A docstring says which mistakes a test catches: what it
+would notice if someone made it. Numbers are float64 unless a test is about another type.
 """
 import csv
 import hashlib
@@ -65,6 +66,8 @@ def same_numbers_every_time():
     torch.set_float32_matmul_precision("highest")
 
 
+# ---- random tensors, and comparisons
+
 def rand(*shape):
     return torch.rand(*shape, dtype=torch.float64)
 
@@ -78,6 +81,7 @@ def unit(*shape):
 
 
 def tensors(tree):
+    """Return the tensors in a tuple, list or dict, however nested, without what is no tensor."""
     return [a for a in tree_leaves(tree) if isinstance(a, torch.Tensor)]
 
 
@@ -94,6 +98,7 @@ def finite(tree):
 
 
 def gradients(loss, model):
+    """Return the gradients of a loss by all parameters of a model."""
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
@@ -103,7 +108,7 @@ FORMS = newton_schulz, newton_schulz_ref
 
 
 def with_singular_values(values, m, n):
-    """Return random matrices (2, m, n) with these singular values, and their polar factors."""
+    """Return random matrices U diag(values) Vh (2, m, n), and their polar factors U Vh."""
     U, _, Vh = torch.linalg.svd(randn(2, m, n), full_matrices=False)
     return (U * values) @ Vh, U @ Vh
 
@@ -216,6 +221,7 @@ def printed(kind, x, r, W):
 
 
 def weights(kind, e, d, hidden, *lead):
+    """Return random matrices (*lead, ..) of a memory with e features, outputs d and this width."""
     shapes = memory.shapes(kind, e, hidden, d)
     return [0.5 * randn(*lead, *shape) for shape in shapes]
 
@@ -250,9 +256,15 @@ def test_losses_by_hand():
 
 
 # ---- omega.py and chunks.py: the chunk form is the token-by-token rule
+#
+# A form of the rule is a function form(rule, phi, q, k, v, gates, state) -> y, state: omega_ref,
+# chunks.run or dot.run. `problem` draws what it reads, `play` runs it, and `results` also takes
+# gradients. `paper` is the rule for one head, as it is printed.
 
 def problem(T=11, features="none", degree=2, momentum=True, S0=True, reset=(), **rule):
-    """Return a random problem for 2 rows and 2 heads: the rule, phi, and its inputs by name."""
+    """Return a random problem for 2 rows and 2 heads: a Rule, phi, and a dict x of the inputs. x
+    also has the matrices M0.0, M0.1, .. of the first memory and, with S0=True, those of the first
+    momentum, S0.0, S0.1, .."""
     B, H, D = 2, 2, 3
     rule = Rule(**dict(window=3, chunk=4) | rule)
     phi = make_phi(features, D, degree)
@@ -277,16 +289,18 @@ def problem(T=11, features="none", degree=2, momentum=True, S0=True, reset=(), *
 
 
 def named(x, prefix):
+    """Return the inputs whose names begin with M0 or S0."""
     return tuple(a for name, a in x.items() if name.startswith(prefix))
 
 
 def play(form, rule, phi, x, cuts=(), state=None):
-    """Run a form of the rule over all tokens, in pieces that begin at `cuts` -> y, state."""
+    """Run a form of the rule over all tokens, cut into pieces at `cuts`. Return y and the state."""
     if state is None:
         momentum = x["momentum"] is not None
         state = start(rule, phi, named(x, "M0"), 2, momentum)
     if "S0.0" in x:
         state = state._replace(S=named(x, "S0"))
+
     ys, T = [], x["q"].shape[2]
     inputs = [x.get(name) for name in ("q", "k", "v", *Gates._fields)]
     for a, b in zip((0, *cuts), (*cuts, T)):
@@ -297,9 +311,11 @@ def play(form, rule, phi, x, cuts=(), state=None):
 
 
 def results(form, rule, phi, x, cuts=()):
-    """Return what `play` does, and the gradients of all inputs for a random outer gradient."""
+    """Return all that two forms must agree on: y, the state, the memory as a query reads it at the
+    end, and the gradients by all inputs of a random sum of these."""
     y, state = play(form, rule, phi, x, cuts)
     now = chunks.weights(rule, phi, state)
+
     torch.manual_seed(1)
     outer = sum((a * randn(*a.shape)).sum() for a in tensors([y, state, now]))
     leaves = [a for a in tensors(x) if a.requires_grad] + list(phi.parameters())
@@ -308,7 +324,7 @@ def results(form, rule, phi, x, cuts=()):
 
 
 def random_rule(seed):
-    """Draw settings of a problem that fit each other."""
+    """Return random arguments of `problem` that fit each other."""
     draw = random.Random(seed)
     chunk = draw.choice([1, 2, 4, 8])
     case = dict(
@@ -340,13 +356,19 @@ def test_chunk_form_is_the_reference(seed):
     rule, phi, x = problem(**random_rule(seed))
     T = x["q"].shape[2]
     before = [a.detach().clone() for a in tensors(x)]
+
+    # whole, and in two or three pieces, with gradients
     wanted = results(omega_ref, rule, phi, x)
     close(results(chunks.run, rule, phi, x), wanted)
     cuts = sorted({T // 3, T - 1} - {0})
     close(results(chunks.run, rule, phi, x, cuts), wanted)
+
+    # token by token, and three tokens at a time
     with torch.no_grad():
         close(play(chunks.run, rule, phi, x, range(1, T)), wanted[:2])
         close(play(omega_ref, rule, phi, x, range(2, T, 3)), wanted[:2])
+
+    # no input has changed
     assert all(map(torch.equal, tensors(x), before))
     if rule.ball:
         norms = [w.detach().norm(dim=(-2, -1)).max() for w in wanted[1].W]
@@ -367,6 +389,7 @@ def test_reference_and_paper_are_the_printed_rule(kind):
         S = [torch.zeros_like(w) for w in W]
         inputs = [x[name][b, h] for name in INPUTS]
         close(paper(kind, W, phi, *inputs), wanted[b, h])
+
         q, k, v, keep, step, momentum, gate = inputs
         for t in range(7):
             loss = 0
@@ -379,7 +402,8 @@ def test_reference_and_paper_are_the_printed_rule(kind):
             close(printed(kind, phi(q[t]), q[t], W), wanted[b, h, t])
 
 
-MATRIX = {                                # differences from: window 1, chunk 1, no momentum
+MATRIX = {                                # arguments of `problem`; usual: window 1, chunk 1, no
+                                          # momentum, no Newton-Schulz
     "to M0": dict(forget="start"),
     "Eq 16": dict(window=3, chunk=4),
     "Eq 55": dict(window=3, loss="dot"),
@@ -406,10 +430,14 @@ def test_matrix_by_hand(case):
             anchor = W
         if t % rule.chunk % block == 0:
             U, due = 0, 0
+
+        # the gradient of the window, with its errors at the anchor
         i = slice(max(0, t - rule.window + 1), t + 1)
         k, v = x["k"][:, :, i], x["v"][:, :, i]
         gate = x["gate"][:, :, t, rule.window - k.shape[2]:, None]
         error = k @ anchor - v if rule.loss == "l2" else -v
+
+        # writes wait in U for Newton-Schulz at the end of a block; due is the step they add up to
         S = now.get("momentum", 0) * S + (gate * k).mT @ error
         W = home + keep * (W - home)
         U = keep * U + step * S
@@ -418,6 +446,7 @@ def test_matrix_by_hand(case):
             W = W - (due * newton_schulz_ref(U) if rule.muon_every else U)
             U = 0 * U
         ys.append(now["q"][..., 0, :] @ (W - U))
+
     for form in chunks.run, omega_ref:
         y, state = play(form, rule, phi, x)
         close(y, torch.cat(ys, 2))
@@ -442,6 +471,7 @@ def test_monomials_converge_to_exp(how):
     wanted = numbers(dot.run, phi, x)
     for cuts in (3, 6), (1, 5, 8), range(1, 9):
         close(numbers(dot.run, phi, x, cuts), wanted)
+
     errors = []
     for degree in 1, 4, 9:
         taylor = Features("monomial", 3, degree).double()
@@ -465,19 +495,25 @@ def test_a_bound_takes_its_scale_for_a_constant():
 
 
 # ---- layer.py, wiring.py, shards.py, models.py: the family in small
+#
+# A model is named by its preset and what differs from it, as atlas,wiring=mac. `made` builds it
+# small, and `shaken` moves its parameters away from their simple starting values.
 
 def value_of(text):
-    """Return what a setting's value says: a flag, a number or a word."""
+    """Return the value of a setting from its text: a bool, a number or a word."""
     if text in ("True", "False"):
         return text == "True"
     return int(text) if text.isdigit() else text
 
 
 def made(name, **more):
-    """Return a small model of a name like atlas,wiring=mac, with everything of its preset."""
+    """Return the model of a name like atlas,wiring=mac with everything of its preset, but small:
+    narrow, and with windows and chunks of a few tokens. What the name and `more` say counts
+    first."""
     preset, *changes = name.split(",")
     given = dict(change.split("=") for change in changes)
     given = {key: value_of(text) for key, text in given.items()} | more
+
     usual = vars(models.Config()) | models.PRESETS[preset] | given
     small = dict(vocab_size=11, n_layer=1, n_head=2, n_embd=16, head_dim=8)
     small |= dict(chunk=4, persistent=2, expansion=1)
@@ -490,13 +526,14 @@ def made(name, **more):
 
 
 def shaken(model):
-    """Return the model in float64, every parameter moved: zeros and ones hide mistakes."""
+    """Return the model in float64, with every parameter moved, as zeros and ones hide mistakes."""
     for p in model.double().parameters():
         p.data += 0.2 * randn(*p.shape)
     return model
 
 
 def tokens(*shape):
+    """Return random tokens of the vocabulary that `made` gives a model."""
     return torch.randint(11, shape)
 
 
@@ -506,7 +543,8 @@ def loss_and_gradients(model, x, mask=None):
 
 
 def in_pieces(model, cuts, *inputs):
-    """Return what a model says to inputs that are cut into pieces, and its state."""
+    """Cut inputs (B, T, ..) into pieces at `cuts`, and let a model read one after the other. Return
+    its joined outputs, and its state."""
     said, state = [], None
     for x, *marks in zip(*(a.tensor_split(cuts, 1) for a in inputs)):
         y, state = model(x, state, *marks)
@@ -514,6 +552,8 @@ def in_pieces(model, cuts, *inputs):
     return torch.cat(said, 1), state
 
 
+# MODELS: all presets, and settings that take another way through the code. KINDS: one model of each
+# kind, for tests that would be too slow on all.
 EQ_16 = "atlas,error=chunk,muon_every=2"
 MODELS = [
     *models.PRESETS,
@@ -579,6 +619,7 @@ def test_every_model_trains(name):
     model, x = made(name), tokens(2, 11)
     before = deepcopy(model.state_dict())
     assert torch.equal(model.eval()(x)[0], model.train()(x)[0])
+
     model.loss(x[:, :-1], x[:, 1:]).backward()
     close(model.state_dict(), before, 0)
     torch.optim.AdamW(model.parameters(), lr=0.1).step()
@@ -587,6 +628,7 @@ def test_every_model_trains(name):
         parts = p.grad.chunk(3) if name.endswith("qkv.weight") else [p.grad]     # of q, k and v
         for part in parts:
             assert 0 < part.abs().max() < math.inf, name
+
     said, _ = in_pieces(model.to("meta"), (6,), x.to("meta"))
     assert said.shape == (2, 11, 11)
 
@@ -610,18 +652,20 @@ def test_reading_is_causal_in_pieces_and_row_by_row(name):
     changed, end = model(y)
     for cuts in (3, 8), tuple(range(1, 10)):
         close(in_pieces(model, cuts, y), (changed, end))
+
     difference = (changed - logits).abs().amax(-1)
     for j in range(10):
         assert difference[j, :j].sum() < 1e-11
         assert difference[j, j] > 1e-6
         if not (model.config.attention and model.config.attn_window):
             assert difference[j, 9] > 1e-9, f"token {j} is forgotten by the end"
+
     close(model(y[[2, 0, 9]])[0], changed[[2, 0, 9]])
     grows = bytes_held(model, 12) != bytes_held(model, 24)
     assert grows == models.holds_all(model.config)
 
 
-LAYOUTS = {                               # texts of 16 tokens in rows: (row, begin, end)
+LAYOUTS = {                               # texts in 3 rows of 16 tokens: row, begin, end
     "padding": [(0, 0, 16), (1, 0, 12), (2, 0, 8)],
     "reset": [(0, 0, 7), (0, 8, 16), (1, 0, 16), (2, 0, 4), (2, 4, 12)],
 }
@@ -633,9 +677,11 @@ def test_masks_and_resets_part_texts(name, layout):
     """Catches padding that writes or decays, W, S, a key or an input of the text before."""
     attn_window = 0 if name == "transformer" else 4
     model = shaken(made(name, persistent=0, attn_window=attn_window, max_norm=0.0))
-    x, up = tokens(3, 16), randn(3, 16, 11)
+    x, up = tokens(3, 16), randn(3, 16, 11)                   # up: an outer gradient
     mask = torch.zeros(3, 16, dtype=torch.bool)
     reset = torch.zeros(3, 16, dtype=torch.bool)
+
+    # wanted: each text by itself
     wanted, total = torch.zeros(3, 16, 11).double(), 0
     for row, a, b in layout:
         mask[row, a:b] = True
@@ -643,6 +689,8 @@ def test_masks_and_resets_part_texts(name, layout):
         said = model(x[row, None, a:b])[0][0]
         wanted[row, a:b] = said.detach()
         total = total + (said * up[row, a:b]).sum()
+
+    # all texts in one batch
     marks = (mask, reset) if reset.any() else (mask,)
     y, _ = model(x, None, *marks)
     close(y[mask], wanted[mask])
@@ -680,6 +728,7 @@ def test_low_precision(name):
         inner = getattr(state[0], "memory", state[0])         # of a wiring
         for a in tensors(getattr(inner, "fast", ())):
             assert a.dtype == torch.float32
+
     model = made(name)
     wanted = loss_and_gradients(model, x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -724,6 +773,7 @@ def test_states_are_selected_and_saved(name):
 SWITCHES = """window=1 degree=1 memory=linear muon=False momentum=False keep=False conv=False
     chunk=8 ns_steps=2 loss=dot ns_coefficients=cubic max_step=2 error=chunk forget=zero
     expansion=3 features=sketch tie=True max_norm=0 n_layer=2 wiring=mag n_head=4 lookback=0"""
+# a model, and a change of it that must change what it says
 PAIRS = [("atlas", switch) for switch in SWITCHES.split()]
 PAIRS += [("atlas,wiring=mag", "persistent=0"), ("atlas,wiring=mac", "attn_window=4")]
 PAIRS += [(EQ_16, "muon_every=1")]
@@ -743,6 +793,7 @@ def test_a_switch_does_something(name, switch):
     assert not torch.allclose(*said)
 
 
+# A state of omeganet with one of MISFITS is none of omeganet. `settings` must refuse all UNKNOWN.
 MISFITS = "window=2 chunk=8 muon=True wiring=mag n_head=1 shard=8 features=none".split()
 UNKNOWN = "n_heads=2 error=tokens features=exp memory=MLP muon=off forget=Start chunk=0".split()
 
@@ -753,7 +804,7 @@ def test_bad_arguments_are_value_errors():
     model, x, hidden = made("omeganet"), tokens(2, 6), torch.randn(2, 6, 16)
     layer = model.blocks[0].layer
     _, state = model(x)
-    cases = [
+    cases = [                                                 # a word of the message, and a call
         ("batch", model, x[:1], state),
         ("n_layer", model, x, state * 2),
         ("state", model, x, state[0]),
@@ -783,10 +834,12 @@ def test_bad_arguments_are_value_errors():
 # ---- parts of layers, by hand
 
 def rms(x, weight):
+    """Return RMSNorm(x)."""
     return weight * x / (x.square().mean(-1, keepdim=True) + 2**-23).sqrt()
 
 
 def to_heads(a):
+    """Return a (B, T, n_embd) as (B, 2 heads, T, D)."""
     return a.unflatten(-1, (2, -1)).transpose(1, 2)
 
 
@@ -806,7 +859,8 @@ def softmax_attention(q, k, v, seen):
 
 
 def attention_by_hand(layer, x, texts, seen):
-    """Attend from x to texts that have its positions; seen (T, T) holds for each of them."""
+    """Return what x says after it has attended to texts as long as x, whose tokens have the same
+    positions as those of x. seen (T, T) is what each token of x sees of each text."""
     q, _, _ = layer.qkv(x).chunk(3, -1)
     q = turned(rms(to_heads(q), layer.q_norm.weight))
     ks, vs = [], []
@@ -820,7 +874,7 @@ def attention_by_hand(layer, x, texts, seen):
 
 
 def band(T, window):
-    """Return which tokens (T, T) a token sees in a window; 0: all before it."""
+    """Return a mask (T, T) of the tokens that each token sees: so many, itself included. 0: all."""
     seen = torch.ones(T, T).bool().tril()
     return seen.triu(1 - window) if window else seen
 
@@ -983,7 +1037,7 @@ def test_remat(name):
 
 @pytest.fixture
 def compiler():
-    """Compile in this test, and run what it has compiled as it was in others."""
+    """Let torch.compile work in this test. In later tests, what it has compiled runs uncompiled."""
     torch.compiler.set_stance("default")
     yield
     torch.compiler.set_stance("force_eager")
@@ -1022,7 +1076,8 @@ def test_a_gpu_computes_the_same(name, compiled, compiler):
 # ---- models.py: the language model
 
 def generated(model, x, n, **how):
-    """Return the n tokens that follow x (B, T), and the state that generate returns."""
+    """Return x (B, T) and the n tokens that follow it, joined, and the state that generate
+    returns."""
     drawing, drawn = model.generate(x, n, **how), []
     while True:
         try:
@@ -1084,7 +1139,7 @@ BYTE = data.make_tokenizer("byte", "")
 
 @pytest.fixture
 def small_gpt2(monkeypatch):
-    """Stand in for GPT-2's vocabulary, which would be downloaded."""
+    """Put a small vocabulary in the place of GPT-2's, which would be downloaded."""
     ranks = {bytes([b]): b for b in range(256)} | {b"th": 256, b"the": 257}
     special = {"<|endoftext|>": 258}
     how = dict(pat_str=r"\s?\S+|\s+", mergeable_ranks=ranks)
@@ -1216,6 +1271,8 @@ def test_windows_and_streams_cover_each_token_once(n, T, B):
 
 # ---- recall.py
 
+# Each of these works out, from the tokens of a row alone, the targets that it must have.
+
 def mqar_answers(row):
     pairs = dict(zip(row[:8:2], row[1:8:2]))
     return [-100] * 8 + [pairs.get(token, -100) for token in row[8:]]
@@ -1230,7 +1287,8 @@ def needle_answers(row):
 
 
 def recall_answers(row, motif=1):
-    """Look values up by keys of `motif` tokens: keys are 0 .. 7, values 8 .. 15, noise above."""
+    """Look values up by keys of `motif` tokens. Tokens 0 .. 7 are of keys, 8 .. 15 of values, and
+    all above are noise."""
     table, answers, t = {}, [-100] * len(row), 0
     while t < len(row):
         width = motif if row[t] < 8 else 1
@@ -1299,9 +1357,12 @@ def test_synthetic_tasks(name):
     x, y = draw(256, generator=common.seeded(0))
     for row, answers in zip(x[:40].tolist(), y.tolist()):
         assert ANSWERS[name](row) == answers
+
     assert set(torch.cat([x, y]).unique().tolist()) == {-100, *range(vocab)}
     assert torch.equal(x, draw(256, generator=common.seeded(0))[0])
     assert not torch.equal(x, draw(256, generator=common.seeded(1))[0])
+
+    # the example in the docstring
     doc, scope = draw.func.__doc__, dict(vars(recall), g=common.seeded(10521))
     call = re.search(r"\w+\(1, .*?\)(?=[,:])", doc)[0]
     exec(f"example = {call}", scope)
@@ -1343,6 +1404,9 @@ def test_mqar_learns_to_recall(tmp_path):
 
 
 # ---- train.py: runs of a small network on a small text
+#
+# `go` starts a run, and `goes_on` resumes it; both return the exit code. `trained` is the folder of
+# a finished run with FLAGS, on the file `text`. `saved` and `log_of` read what a run has written.
 
 RUN = """--device cpu --dtype float32 --threads 1 --seq-len 16 --batch-size 2
     --log-every 3 --eval-every 4"""
@@ -1352,16 +1416,18 @@ train.EVAL_WINDOWS, train.SAMPLE = 4, 5                       # the runs here ar
 
 
 def go(text, out, flags):
-    """Run train.py with a small network -> exit code."""
+    """Run train.py with a small network. Return its exit code."""
     return train.main(f"{NET} --data {text} --out {out} {flags}".split())
 
 
 def goes_on(out, flags=""):
+    """Run train.py --resume. Return its exit code."""
     return train.main(f"--resume --device cpu --out {out} {flags}".split())
 
 
 def refused(capsys, main, line, code=2):
-    """Return the last line on stderr, the only error; main must end with this exit code."""
+    """Run main(line). It must end with this exit code, and stderr with its only line of an error.
+    Return that line."""
     capsys.readouterr()
     try:
         found = main(shlex.split(line))
@@ -1375,6 +1441,7 @@ def refused(capsys, main, line, code=2):
 
 
 def log_of(out, *columns):
+    """Return the rows of log.csv, a list of these columns each; an empty cell is 0."""
     with (out / "log.csv").open() as file:
         return [[float(row[name] or 0) for name in columns] for row in csv.DictReader(file)]
 
@@ -1384,6 +1451,7 @@ def saved(out, name="ckpt.pt"):
 
 
 def contents(folder):
+    """Return {path: bytes} of all files in a folder."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -1411,7 +1479,8 @@ def copied(trained, tmp_path):
 
 
 def disturb(monkeypatch, call, disturbance):
-    """Add what disturbance(model) returns to the loss of this call."""
+    """Let call number `call` of model.loss, counted from 1, add what disturbance(model) returns to
+    the loss."""
     real, calls = models.LM.loss, []
 
     def loss(self, *args):
@@ -1429,12 +1498,14 @@ def test_a_run_says_logs_and_saves_what_it_did(trained, text):
     val = tokenizer.encode(text.read_text())[2700:]
     assert f"{train.evaluate(model, val, 16, 2):.4f} nats" in said.splitlines()[-1]
     assert f"{model.num_params():,} parameters" in said
+
     steps, losses, rates, vals = zip(*log_of(trained, "step", "loss", "lr", "val"))
     assert steps == (1, 3, 4, 6, 8, 9, 10)
     assert [step for step, val in zip(steps, vals) if val] == [4, 8, 10]
     last, _ = train.rebuild(saved(trained))
     assert vals[-1] == pytest.approx(train.evaluate(last, val, 16, 2, 4), abs=1e-5)
     assert losses[-1] < losses[0] - 0.3
+
     peak = saved(trained)["train"]["lr"]                      # after a step of warmup, 0 at 11
     assert rates == pytest.approx([peak * (11 - step) / 10 for step in steps], rel=1e-4)
     assert sorted(os.listdir(trained)) == ["best.pt", "ckpt.pt", "config.json", "log.csv"]
@@ -1446,16 +1517,19 @@ def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, 
     assert go(text, tmp_path, FLAGS) == 130
     assert f"--resume --out {tmp_path}" in capsys.readouterr().out
     assert saved(tmp_path)["step"] == 5
+
     with (tmp_path / "log.csv").open("a") as log:
         log.write("7,9.9,1,1,1,1,\n")                         # of a killed run, not saved
     torch.manual_seed(99)
     assert goes_on(tmp_path, "--eval-every 2") == 0
+
     a, b = saved(trained), saved(tmp_path)
     for key in "model", "optimizers":
         close(a[key], b[key], 0)
     again = log_of(tmp_path, "step", "loss")
     assert 7 not in [step for step, _ in again]
     assert all(row in again for row in log_of(trained, "step", "loss"))
+
     before = contents(tmp_path)
     assert goes_on(tmp_path) == 0
     assert contents(tmp_path) == before
@@ -1609,6 +1683,9 @@ def test_documents_floor_and_probe(tmp_path):
 
 
 # ---- all programs: a mistake is one line that names it
+#
+# Left is a program with its flags, and right are words that its error must hold. `run` is the
+# folder of a finished run; the test writes the other files.
 
 MISTAKES = """
 train --widnow 3                                    --widnow
@@ -1687,6 +1764,7 @@ def test_a_mistake_is_one_line_that_names_it(line, trained, text, capsys, tmp_pa
 # ---- sample.py
 
 def speak(capsys, ckpt, flags):
+    """Run sample.py. Return what it says."""
     line = f"--ckpt {ckpt} --device cpu --tokens 30 {flags}"
     assert sample.main(shlex.split(line)) == 0
     return capsys.readouterr().out
@@ -1767,7 +1845,8 @@ def words(tmp_path, monkeypatch):
 
 
 class Oracle(torch.nn.Module):
-    """What says what it was shown: that is its state."""
+    """Stand in for a model that remembers all: its state is what it was shown, and when words are
+    masked, it names them from the state."""
 
     def __init__(self, task):
         super().__init__()
@@ -1890,7 +1969,8 @@ def test_the_ladder_leads_to_the_reference(n):
 
 
 def help_of(program, *argv):
-    """Return what a program says to flags and --help: it must know their values."""
+    """Return what a program says to these flags with --help. It must know the values of the
+    flags."""
     with redirect_stdout(io.StringIO()) as said, pytest.raises(SystemExit) as stop:
         importlib.import_module(program).main([*argv, "--help"])
     assert not stop.value.code
@@ -1969,7 +2049,7 @@ def test_the_layer_needs_five_files_beside_it(tmp_path):
 
 # ---- python test_all.py --mutants: faults of the rule, each with a test that must notice it
 
-MUTANTS = [                               # file, its text, what that becomes, a test that notices
+MUTANTS = [                               # file, text in it, what to put there, a test that notices
     ("muon", "alpha=c", "alpha=1.2 * c", "evens_out"),
     ("muon", ".clamp_min(0.5).rsqrt()", ".rsqrt()", "tiny_huge"),
     ("poly", ".to(x.dtype).sqrt()", ".to(x.dtype)", "kernel_of_a_power"),
@@ -1996,7 +2076,8 @@ def test_mutants_fit():
 
 
 def mutants():
-    """Make each fault in a copy and run its tests there -> how many they did not notice."""
+    """Make each fault in a copy of the folder, and run its test there. Return how many faults no
+    test noticed."""
     survivors = 0
     for file, old, new, test in MUTANTS:
         with tempfile.TemporaryDirectory() as folder:

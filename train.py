@@ -1,4 +1,4 @@
-"""train.py - the outer loop: it trains a model on a text and writes checkpoints and a log. The
+"""train.py - the outer loop. It trains a model on a text, and writes checkpoints and a log. The
 inner loop, which learns while the model reads, is in omega.py.
 
     python train.py                               ATLAS on tiny Shakespeare: size tiny, on CUDA baby
@@ -8,7 +8,8 @@ inner loop, which learns while the model reads, is in omega.py.
     python train.py --init out --data my.txt --out new            begin with the weights of a run
     torchrun --nproc-per-node 8 train.py --size 340m --data tokens --tokenizer gpt2     on 8 GPUs
 
-Read from the bottom: main, launch, train, train_step.
+Read from the bottom: `main` reads the flags, `launch` builds a run from them, `train` loops over
+the steps, and `train_step` takes one. What is trained on, and how it is measured, is a Task.
 """
 import csv
 import math
@@ -103,16 +104,16 @@ TRAIN_SIZES = {
     "1.3b": PAPER | dict(batch_size=2, grad_accum=64, steps=200_000, lr=7e-4),
 }
 NO_FLAG = "vocab_size", "attention", "embed_lr"               # set by tokenizer, preset and size
-INIT_KEEPS = ["model", "tokenizer"]                           # --init takes the checkpoint's
+INIT_KEEPS = ["model", "tokenizer"]                           # --init takes them from a checkpoint
 # --resume accepts new values of these; any other flag must agree with the checkpoint.
 RESUME_CHANGES = ("resume out device dtype compile threads data steps lr outer_muon_lr eval_every "
                   "log_every remat wandb plot").split()
 
 
 def settings(given, old=None):
-    """Return TrainConfig and Config. given: the flags that were given; old: the checkpoint of
-    --resume or --init, or None. In a new run, flags override the preset, and the preset overrides
-    the size."""
+    """Return the TrainConfig and the Config of a run. given: the flags that were given, {name:
+    value}; old: the checkpoint of --resume or --init, or None. In a new run, flags override the
+    preset (with --init: the checkpoint), and both override the size."""
     if given.get("resume"):
         values = old["train"] | old["config"] | given
     else:
@@ -128,7 +129,8 @@ def settings(given, old=None):
     tc = TrainConfig(**chosen(values, TrainConfig))
     config = Config(**chosen(values, Config))
 
-    if tc.documents and (config.forget == "zero" or config.wiring != "lmm" and config.persistent):
+    first_tokens = config.wiring != "lmm" and config.persistent       # learned ones, before a text
+    if tc.documents and (config.forget == "zero" or first_tokens):
         raise UserError("--documents needs --forget start, and with --wiring also --persistent 0")
     if "warmup" not in given and not tc.resume:
         tc.warmup = min(tc.warmup, tc.steps // 10)
@@ -137,8 +139,8 @@ def settings(given, old=None):
 
 # ---- the optimizers
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon, but computed in the type of the gradients. The original computes in
-    bfloat16, which on a CPU without bfloat16 takes 30 times as long.
+    """Do what torch.optim.Muon does, but compute in the type of the gradients. The original
+    computes in bfloat16, which on a CPU without bfloat16 takes 30 times as long.
 
     B <- mu B + (1 - mu) g
     p <- (1 - lr decay) p - lr sqrt(max(1, rows / columns)) NS((1 - mu) g + mu B)
@@ -165,8 +167,8 @@ class Muon(torch.optim.Muon):
 
 def make_optimizers(model, tc):
     """Return [AdamW], or [AdamW, Muon] if tc.optimizer is "muon": then Muon trains the hidden
-    matrices. Only these decay; the embedding, head, norms, gates, convolutions and M0 do not
-    (choice 20)."""
+    matrices, those of the Linear layers in blocks but the gates. Only the hidden matrices decay;
+    the embedding, head, norms, gates, convolutions and M0 do not (choice 20)."""
     matrices = {m.weight for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)}
     embed, rest, gates, hidden = [], [], [], []
     for name, p in model.named_parameters():
@@ -201,13 +203,15 @@ def lr_scale(step, tc):
 
 # ---- what is trained
 class Task:
-    """What a run trains on and measures. Subclasses: Text below, Episodes and Grok in episodic.py.
+    """Define what a run trains on and what it measures. The subclasses are Text below, and Episodes
+    and Grok in episodic.py.
 
     prepare(tc, old)      read the data; old: the checkpoint (a dict) to begin from, or None
     begin(model)          change the starting values of a new model
-    draw(number, period)  return the arguments of model.loss for batch `number`: inputs and targets;
-                          with --documents also mask and reset, where each document begins at a
-                          multiple of period. It depends on (seed, number) alone
+    draw(number, period)  return the arguments of model.loss for batch `number`: inputs and targets
+                          (B, T). With --documents there are two more, mask and reset, and each
+                          document begins at a multiple of period, where a chunk begins. A batch
+                          depends on (seed, number) alone, so --resume draws the same ones
     loss(model, number)   return the loss of batch `number`, and add its tokens to tokens_read
     optimizers(model)     return the optimizers, each made with its peak learning rate
     measure(model)        return the columns of a validation, {name: value}; best.pt is the
@@ -218,7 +222,7 @@ class Task:
     describes the data) and saved (what the task adds to checkpoints).
     """
     saved = {}
-    largest_norm = 1.0                                        # of the gradient, which is clipped
+    largest_norm = 1.0                                        # longer gradients are clipped to it
 
     def __init__(self, tc, device, dtype=torch.float32, old=None):
         self.tc, self.device, self.dtype = tc, device, dtype
@@ -246,7 +250,7 @@ class Task:
 
 
 class Text(Task):
-    """Predict the next token of a text."""
+    """Train a model to predict the next token of a text."""
 
     def prepare(self, tc, old):
         corpus = read_text(tc.data, old)
@@ -254,6 +258,8 @@ class Text(Task):
             tokenizer = Tokenizer(**old["tokenizer"])
         else:
             tokenizer = make_tokenizer(tc.tokenizer, corpus.text)
+
+        # token files have no text; whether they have borders is not looked up
         single = tokenizer.end is None or corpus.text and BORDER not in corpus.text
         if tc.documents and single:
             raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder or "
@@ -298,9 +304,10 @@ class Text(Task):
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")                     # too many shapes to compile
 def evaluate(model, ids, seq_len, batch_size=1, max_windows=2**31, carry=False):
-    """Return the mean loss, in nats per token, of a model in eval mode. It reads ids in windows of
-    seq_len, at most about max_windows of them, each with a new memory; with carry=True as
-    batch_size long streams, whose memory is carried on."""
+    """Return the mean loss, in nats per token, of a model in eval mode. Usually it reads ids in
+    windows of seq_len tokens, evenly spaced and about max_windows of them at most, each with a new
+    memory. With carry=True it reads all ids, cut into batch_size long streams side by side, and
+    carries the memory on."""
     every = max(1, (len(ids) - 1) // seq_len // max_windows)
     batches = windows(ids, seq_len, batch_size, every)
     if carry:
@@ -319,8 +326,8 @@ def evaluate(model, ids, seq_len, batch_size=1, max_windows=2**31, carry=False):
 
 
 def report(model, tokenizer, ids, seq_len, batch_size):
-    """Print the mean loss over (the first REPORT_TOKENS of) ids, with a new memory in each window
-    and with the memory carried on. Return the former, in nats per token."""
+    """Print two mean losses over ids, or over their first REPORT_TOKENS: that with a new memory in
+    each window, and that with the memory carried on. Return the first, in nats per token."""
     ids = ids[:REPORT_TOKENS]
     loss = evaluate(model, ids, seq_len, batch_size)
     say(f"  memory reset at each window {in_bits(tokenizer, ids, loss)}")
@@ -350,8 +357,9 @@ def save_checkpoint(out, run, model, optimizers, best):
 
 
 def load_checkpoint(path, text=True):
-    """Return the dict in a checkpoint file; for a folder, in its best.pt, else its ckpt.pt. Raises
-    UserError if there is none of this FORMAT; with text=True also if it has no tokenizer."""
+    """Return the dict in a checkpoint file. In a folder this is best.pt, or ckpt.pt if there is no
+    best.pt. Raises UserError if the file is missing or no checkpoint of this FORMAT, and, with
+    text=True, if it has no tokenizer."""
     path = Path(path)
     if path.is_dir():
         best = path / "best.pt"
@@ -361,15 +369,15 @@ def load_checkpoint(path, text=True):
         if ckpt["format"] != FORMAT or text and "tokenizer" not in ckpt:
             raise ValueError("of another format or program")
         Config(**ckpt["config"])                              # TypeError for an unknown field
-    except Exception as fault:                                # of any type, as the file may be
-        raise UserError(f"cannot load {path} ({fault!r:.99}): missing, damaged, "
-                        "or not made by this train.py")
+    except Exception as fault:                                # its type depends on what the file is
+        raise UserError(f"cannot load {path} ({type(fault).__name__}): it is missing, damaged, or "
+                        "not made by this train.py")
     return ckpt | {"path": str(path)}
 
 
 def rebuild(ckpt, config=None):
-    """Return the model of a checkpoint in eval mode, and its tokenizer, or None. config: another
-    Config for the same weights."""
+    """Return the model of a checkpoint, in eval mode, and its tokenizer (None if it has none).
+    config: another Config for the same weights."""
     model = LM(config or Config(**ckpt["config"])).eval()
     try:
         model.load_state_dict(ckpt["model"])
@@ -377,14 +385,14 @@ def rebuild(ckpt, config=None):
         raise UserError(f"the weights of {ckpt['path']} do not fit; drop flags that change shapes")
     if not all(p.isfinite().all() for p in model.parameters()):
         raise UserError(f"the weights of {ckpt['path']} are not finite; give an earlier checkpoint")
-    model.set_floor((ckpt["step"] - 1) / ckpt["train"]["steps"])
+    model.set_floor((ckpt["step"] - 1) / ckpt["train"]["steps"])  # as at that step
     tokenizer = Tokenizer(**ckpt["tokenizer"]) if "tokenizer" in ckpt else None
     return model, tokenizer
 
 
 def read_text(name, ckpt):
-    """Return the Corpus of a name of --data. If it cannot be read and the name came from ckpt
-    (which may be None), the UserError says so."""
+    """Return the Corpus that a name of --data stands for. Raises UserError if it cannot be read; if
+    the name came from the checkpoint ckpt (or None), the error says so."""
     try:
         return read(name)
     except UserError as fault:
@@ -394,8 +402,9 @@ def read_text(name, ckpt):
 
 
 def write_log(path, rows):
-    """Write log.csv anew. After --resume it so loses the rows after the last checkpoint."""
-    columns = max(rows, key=len)                              # a validation has the most
+    """Write all rows to log.csv. What a killed run wrote there after its last checkpoint is lost:
+    --resume trains those steps again."""
+    columns = max(rows, key=len)                              # rows with a validation have more
     with path.open("w") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
@@ -406,15 +415,18 @@ def write_log(path, rows):
 def train_step(model, optimizers, task, step):
     """Take optimizer step `step` (the first is 0). Return the loss and the norm of its gradient."""
     tc, loss = task.tc, 0.0
-    for i in range(RANK, tc.grad_accum, PROCESSES):
+    for i in range(RANK, tc.grad_accum, PROCESSES):           # the processes share these passes
         share = task.loss(model, step * tc.grad_accum + i) / tc.grad_accum
         share.backward()
         loss = loss + share.detach()
-    if PROCESSES > 1:                                         # one long message is the fastest
+
+    # sum loss and gradients over the processes, in one long message, which is the fastest
+    if PROCESSES > 1:
         parts = [loss, *(p.grad for p in model.parameters() if p.grad is not None)]
         joined = parameters_to_vector(parts)
         dist.all_reduce(joined)
         vector_to_parameters(joined, parts)
+
     norm = clip_grad_norm_(model.parameters(), task.largest_norm)
 
     for optimizer in optimizers:
@@ -428,7 +440,7 @@ def train_step(model, optimizers, task, step):
 
 @torch.no_grad()
 def validate(model, task):
-    """Return what the task measures with the model in eval mode, {column: value}."""
+    """Return what the task measures, {column: value}, with the model in eval mode meanwhile."""
     with autocast(task.device, task.dtype):
         measured = task.measure(model.eval())
     model.train()
@@ -436,7 +448,8 @@ def validate(model, task):
 
 
 def signalled(noted, device):
-    """Return the number of a signal that any process has received, else 0: so all stop together."""
+    """Return the number of a signal that any process has received, or 0 for none. All processes get
+    the same answer, so all stop together."""
     number = noted[0] if noted else 0
     if PROCESSES > 1:
         number = torch.tensor(number, device=device)
@@ -445,30 +458,33 @@ def signalled(noted, device):
 
 
 def train(model, optimizers, run, task):
-    """Train from run["step"] on: learn, evaluate, log and save. Return the number of the signal
-    that stopped training, or None. run is what a checkpoint holds beside the weights; `train` keeps
-    it up to date. No files are written if tc.out is empty."""
+    """Train from step run["step"] + 1 on: learn, evaluate, log and save. Return the number of the
+    signal that stopped training, or None. run is what a checkpoint holds beside the weights and the
+    states of the optimizers; `train` keeps it up to date. It writes no files if tc.out is empty."""
     tc = task.tc
-    out = Path(tc.out) if tc.out and not RANK else None
+    out = Path(tc.out) if tc.out and not RANK else None       # only process 0 writes files
     if out and tc.wandb:
         import wandb
         begun = wandb.init(project="atlas", id=run["wandb"], resume="allow", config=run["train"])
-        run["wandb"] = begun.id                               # --resume continues the same curve
+        run["wandb"] = begun.id                               # with it, --resume goes on there
 
     tick, task.tokens_read = time.perf_counter(), 0
     began = tick - run["seconds"]
     with noted_signals("finishing this step, then saving", PROCESSES == 1) as noted:
         for step in range(run["step"] + 1, tc.steps + 1):
-            # learn; dropout depends on (seed, step, process) alone
+            # learn; the seed makes dropout depend on (seed, step, process) alone
             torch.manual_seed(tc.seed + RANK + step * PROCESSES)
-            model.set_floor((step - 1) / tc.steps)
+            model.set_floor((step - 1) / tc.steps)            # --memory-floor changes with time
             loss, norm = train_step(model, optimizers, task, step - 1)
 
+            # most steps end here. If there are several processes, they tell each other of signals
+            # only in steps that are logged
             evaluated = step % tc.eval_every == 0 or step == tc.steps
             logged = evaluated or step % tc.log_every == 0 or step == 1
             stop = signalled(noted, task.device) if logged or PROCESSES == 1 else 0
             if not (logged or stop):
                 continue
+
             loss, norm = float(loss), float(norm)             # only here we wait for the GPU
             if not math.isfinite(loss + norm):
                 raise Halt(f"step {step} is not finite: loss {loss}, gradient norm {norm}; "
@@ -508,8 +524,9 @@ def train(model, optimizers, run, task):
 
 # ---- a run
 def begin_from(out, given, text):
-    """Return the checkpoint of --resume or --init, or None. Raises UserError if a new run would
-    overwrite an old one, and for flags that contradict the checkpoint."""
+    """Return the checkpoint of --resume or --init, or None without these flags. Raises UserError if
+    a new run would overwrite an old one, and for flags that contradict the checkpoint."""
+    # decided: the flags that must agree with the checkpoint
     present = [name for name in ("ckpt.pt", "best.pt", "log.csv") if (out / name).exists()]
     if given.get("resume"):
         source, decided = out / "ckpt.pt", given.keys() - RESUME_CHANGES
@@ -557,13 +574,14 @@ def try_compiled(model, task):
 
 
 def launch(given, settings=settings, make_task=Text):
-    """Make a whole run from its flags, `given`. Return the exit code, None for success.
-    settings(given, old) returns TrainConfig and Config, make_task(tc, device, dtype, old)
-    a Task."""
+    """Make a whole run from `given`, its flags {name: value}: read, build, train. Return the exit
+    code, None for success. episodic.py gives its own settings(given, old) -> TrainConfig, Config
+    and make_task(tc, device, dtype, old) -> Task."""
     if RANK:
         sys.stdout = open(os.devnull, "w")                    # only process 0 prints
     out = Path(given.get("out", TrainConfig.out))
-    with nullcontext() if RANK else locked(out):              # lock it, then read the checkpoint
+    lock = nullcontext() if RANK else locked(out)             # process 0 locks it for all
+    with lock:
         # read
         old = begin_from(out, given, make_task is Text)
         tc, config = settings(given, old)
@@ -582,8 +600,11 @@ def launch(given, settings=settings, make_task=Text):
         torch.manual_seed(tc.seed)
         config.vocab_size = task.vocab_size
         model = rebuild(old, config)[0] if old else LM(config)
-        model.to(device).train().remat = tc.remat
+        model.to(device).train()
+        model.remat = tc.remat
         optimizers = task.optimizers(model)
+
+        # run: how far the training is. best: the least "val" so far; end: the last validation
         run = dict(step=0, best=math.inf, seconds=0.0, end={}, log=[], wandb=None)
         if tc.resume:
             run = {name: old[name] for name in run}
@@ -592,6 +613,8 @@ def launch(given, settings=settings, make_task=Text):
         else:
             with torch.no_grad():
                 task.begin(model)
+
+        # settled: what the run is, for checkpoints and config.json
         settled = dict(train=asdict(tc), config=asdict(model.config), data=task.data)
         run.update(settled, preset=tc.model, **task.saved)
         if not RANK:
@@ -615,7 +638,7 @@ def launch(given, settings=settings, make_task=Text):
 
 
 def parse(argv=None):
-    """Return the flags that were given, {name: value}."""
+    """Return only the flags that were given, {name: value}; `settings` knows the defaults."""
     parser = Parser(prog="train.py", description=__doc__,
                     epilog="[] shows the values of --size tiny --model atlas. --model overrides "
                     "--size.")
