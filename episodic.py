@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import train
 from common import (Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, opt, plot,
                     say, seeded, seeded_batch)
-from data import split
+from data import BORDER, split
 from models import Config, Memory, sized
 
 RETRIEVAL = 10                        # weight of the retrieval phase's loss; storage has 1
@@ -120,7 +120,7 @@ class Episodes(Watched):
     def prepare(self, tc, old):
         corpus = train.read_text(tc.data, old)
         words = r"[^\W\d_]+(?:'[^\W\d_]+)*|[^\w\s]"           # a word, or a punctuation mark
-        text = re.findall(words, corpus.text.lower())
+        text = re.findall(words, corpus.text.replace(BORDER, " ").lower())
         cut = len(text) * 9 // 10                             # the last tenth is for tests
         common = Counter(text[:cut]).most_common(WORDS)
         ids = {word: i for i, (word, _) in enumerate(common)}

@@ -1990,8 +1990,10 @@ def test_flags_in_documents_exist():
 
 def test_commands_in_documents_parse():
     """Catches a value that a program no longer takes, a flag of another program."""
-    commands = re.findall(r"^ *(?:python|torchrun \S+ \d) (\w+)\.py(.*?)(?:  .*| [<#].*)?$",
-                          "\n".join([README, *CODE.values()]), re.M)
+    text = "\n".join([README, *CODE.values()])
+    text = re.sub(r" *\\\n *", " ", text)                     # long lines joined
+    commands = re.findall(r"^ *(?:python|torchrun \S+ \d) (\w+)\.py(.*?)(?:  .*| [<#].*)?$", text,
+                          re.M)
     commands += re.findall(r"`python (\w+)\.py([^`]*)`", DOCS)
     assert len(commands) > 30
     for program, flags in commands:
