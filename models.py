@@ -143,7 +143,7 @@ class Config:
 # The models of Table 1 as differences from Config's defaults. A preset that does not set `memory`
 # takes the memory of the size. The paper trains with errors at a chunk's start (Eq 16), which
 # approximates Eq 15; `atlas` takes them at the token, as in Eq 15. `atlas-delta` is ours, not the
-# paper's: it has no window and no Newton-Schulz. Measurements led to both (results/README.md).
+# paper's: it has no window and no Newton-Schulz. results/README.md compares them.
 _simple = dict(momentum=False, muon=False)
 _kernel = dict(memory="mlp", features="exp", keep=False, **_simple)
 _linear = dict(memory="linear", features="none", keep=False, **_simple)
