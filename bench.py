@@ -3,8 +3,8 @@
     python bench.py                          short for bench.py layer
     python bench.py layer --plot             one layer of several models, with its projections, for
                                              several lengths of text
-    python bench.py rule                     the rule alone, with several settings of window, chunk,
-                                             muon_every and shard
+    python bench.py rule                     the rule alone, with several settings of memory,
+                                             window, chunk, muon and shard
     python bench.py peers --minutes 3        our layer beside attention and, if installed,
                                              titans-pytorch
 
@@ -26,10 +26,11 @@ from common import (Parser, add_number, add_tasks, autocast, pick_dtype, picture
 
 HEAD = 64                             # width of a head in `rule` and `peers`
 SMALL_HEAD = 16                       # in `layer`: 64 numbers have 2,145 monomials of degree 0 to 2
-MLP = dict(memory="mlp", expansion=2, features="none", forget="zero")   # in `rule` and `peers`
-RULES = [                             # window, chunk, muon_every (0: no Newton-Schulz), shard
-    (8, 64, 0, 0), (1, 64, 0, 0), (64, 64, 0, 0), (8, 16, 0, 0), (8, 256, 0, 0),
-    (8, 64, 64, 0), (8, 64, 16, 0), (8, 64, 16, 256)]
+SIMPLE = dict(expansion=2, features="none", forget="zero")    # in `rule` and `peers`
+RULES = [                             # memory, window, chunk, muon, shard
+    ("mlp", 8, 64, "none", 0), ("mlp", 1, 64, "none", 0), ("mlp", 64, 64, "none", 0),
+    ("mlp", 8, 16, "none", 0), ("mlp", 8, 256, "none", 0), ("mlp", 8, 64, "chunk", 0),
+    ("mlp", 8, 64, "chunk", 256), ("linear", 8, 16, "none", 0), ("linear", 8, 16, "token", 0)]
 
 
 def race(contestants, tokens, minutes):
@@ -89,7 +90,7 @@ def layer_task(args, device):
     """Time one layer of several models, with its projections, for several lengths of text."""
     layers = {}
     for name in args.model:
-        differences = models.sized(name, "tiny") | dict(head_dim=SMALL_HEAD, expansion=2)
+        differences = models.sized(name, "tiny") | dict(head_dim=SMALL_HEAD)
         layers[name] = make_layer(device, args.width, **differences)
 
     rows = []
@@ -108,11 +109,10 @@ def layer_task(args, device):
     return results(device, rows)
 
 
-def rule_call(args, device, muon_every, **differences):
+def rule_call(args, device, **differences):
     """Return a function that runs the rule over --length tokens, forward and backward. The
     projections are computed here, before, so they are not timed."""
-    layer = make_layer(device, args.width, **MLP, max_norm=0.0, muon=muon_every > 0,
-                       muon_every=max(1, muon_every), **differences)
+    layer = make_layer(device, args.width, **SIMPLE, max_norm=0.0, **differences)
     x = torch.randn(args.batch_size, args.length, args.width, device=device)
     state = layer.start(x)
     with torch.no_grad():
@@ -130,33 +130,36 @@ def rule_call(args, device, muon_every, **differences):
 def rule_task(args, device):
     """Time the rule alone, without projections, with several settings."""
     contestants = []
-    for window, chunk, muon_every, shard in RULES:
-        columns = dict(window=window, chunk=chunk, muon_every=muon_every, shard=shard)
+    for setting in RULES:
+        columns = dict(zip(("memory", "window", "chunk", "muon", "shard"), setting))
         contestants.append((columns, rule_call(args, device, **columns)))
     return results(device, race(contestants, args.batch_size * args.length, args.minutes))
 
 
 def peers_task(args, device):
     """Time attention, our layer with Titans' rule, to which it adds a window and a convolution, and
-    titans-pytorch if it is installed."""
+    titans-pytorch if it is installed. Newton-Schulz at each token, which only ours has, is timed
+    with a matrix."""
     attention = make_layer(device, args.width, attention=True, attn_window=0)
-    layers = [("attention", None, None, attention)]
-    for chunk, muon in (64, False), (64, True), (16, False), (16, True):
-        ours = make_layer(device, args.width, **MLP, chunk=chunk, muon=muon, muon_every=chunk)
-        layers.append(("ours", chunk, muon, ours))
-        if find_spec("titans_pytorch"):
+    layers = [("attention", None, None, None, attention)]
+    for memory, chunk, muon in (("mlp", 64, "none"), ("mlp", 64, "chunk"), ("mlp", 16, "none"),
+                                ("mlp", 16, "chunk"), ("linear", 16, "token")):
+        ours = make_layer(device, args.width, **SIMPLE, memory=memory, chunk=chunk, muon=muon)
+        layers.append(("ours", memory, chunk, muon, ours))
+        if memory == "mlp" and find_spec("titans_pytorch"):
             from titans_pytorch import MemoryMLP, NeuralMemory
             mlp = MemoryMLP(HEAD, depth=2, expansion_factor=2.0)      # as ours
             # its gradients move on every batch_size tokens
             theirs = NeuralMemory(
                 dim=args.width, heads=args.width // HEAD, dim_head=HEAD, model=mlp,
-                chunk_size=chunk, batch_size=chunk, momentum=True, spectral_norm_surprises=muon)
-            layers.append(("titans-pytorch", chunk, muon, theirs.to(device)))
+                chunk_size=chunk, batch_size=chunk, momentum=True,
+                spectral_norm_surprises=muon == "chunk")
+            layers.append(("titans-pytorch", memory, chunk, muon, theirs.to(device)))
 
     x = torch.randn(args.batch_size, args.length, args.width, device=device, requires_grad=True)
     contestants = []
-    for name, chunk, muon, layer in layers:
-        columns = dict(name=name, chunk=chunk, newton_schulz=muon)
+    for *row, layer in layers:
+        columns = dict(zip(("name", "memory", "chunk", "muon"), row))
         contestants.append((columns, partial(both, layer, x)))
     return results(device, race(contestants, args.batch_size * args.length, args.minutes))
 

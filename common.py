@@ -8,18 +8,16 @@ import os
 import signal
 import sys
 from contextlib import contextmanager, suppress
-from dataclasses import field, fields
+from dataclasses import fields
 from inspect import cleandoc
 from pathlib import Path
 
 import torch
 
+from layer import UserError
+
 
 # ---- errors and lines
-class UserError(ValueError):
-    """A user's mistake, told in one line that names the fault and the remedy. Exit code 2."""
-
-
 class Halt(Exception):
     """Another reason to stop, told in one line. Saved files are intact. Exit code 1."""
 
@@ -90,28 +88,9 @@ def exit_code(task):
 DEVICES = ["auto", "cpu", "cuda", "mps"]
 
 
-def opt(default, help, choices=None, low=0, high=2**31):
-    """Return a dataclass field from which `add_flags` makes a flag with this help. `check` refuses
-    what is not one of choices, and numbers out of low <= number < high."""
-    return field(default=default, metadata=dict(help=help, choices=choices, range=(low, high)))
-
-
 def flag(name):
     """Return the flag of a field: n_embd -> --n-embd"""
     return "--" + name.replace("_", "-")
-
-
-def check(config):
-    """Raise UserError for a number out of range or nan, or an unknown choice."""
-    for f in fields(config):
-        name = flag(f.name)
-        value = getattr(config, f.name)
-        low, high = f.metadata["range"]
-        choices = f.metadata["choices"]
-        if f.type in (int, float) and not low <= value < high:        # also refuses nan
-            raise UserError(f"{name} must be at least {low} and below {high}, not {value}")
-        if choices and value not in choices:
-            raise UserError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -136,7 +115,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser, title, cls, presets, skip=()):
-    """Add a group of flags, one for each field of a dataclass that `opt` made. --help shows the
+    """Add a group of flags, one for each field of a dataclass that layer.opt made. --help shows the
     default of a field, or what presets has in its place. The parsed result has only the flags that
     were given, as no flag has a default of its own."""
     group = parser.add_argument_group(title)

@@ -61,7 +61,14 @@ def with_rows(rule, state, k):
 
 
 class Kernel:
-    """What stands in for phi in chunks.read, which needs inner products alone."""
+    """What stands in for phi in chunks.py, for keys (N, t, D)."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+    def __call__(self, x):
+        return reading_rows(x, self.keys)
+
     def inner(self, q, k, *_):
         return (q @ k.mT).exp()                                                          # Eq 23
 
@@ -71,60 +78,53 @@ def reading_rows(x, keys):
     return torch.cat([x, (x @ keys.mT).exp()], -1)
 
 
-def block_runner(rule, keys, T):
-    """Return the function that chunks.run_all calls for each block, in order. The last T of the
+def chunk_runner(rule, keys, T):
+    """Return the function that chunks.run_all calls for each chunk, in order. The last T of the
     keys are those since the boundary."""
     t, D = keys.shape[2:]
-    keys = keys.flatten(0, 1)
-    # the number of keys at the end of each block
-    ends = iter([t - T + block.stop for block in chunks.blocks(rule, T)])
+    # the number of keys at the end of each chunk
+    ends = iter([t - T + min(begin + rule.chunk, T) for begin in range(0, T, rule.chunk)])
 
-    def one_block(rule, kernel, q, k, v, gates, mix, M0, anchor, W, S, newton):
+    def one_chunk(rule, kernel, q, k, v, gates, mix, M0, W, S, newton):
         if mix is None:
             with without_autocast(q):
                 mix = chunks.coefficients(rule, gates)
+        learned = chunks.learn(rule, kernel, mix, k, v, M0, W, S)
 
-        # the block's pairs are those of the last n of the first `end` keys, and each writes to the
+        # the chunk's pairs are those of the last n of the first `end` keys, and each writes to the
         # row of its key. Where n exceeds `end`, pairs from before the text have gates of 0
         end, n = next(ends), k.shape[1]
         one_hot = torch.eye(n, dtype=k.dtype, device=k.device)
-        one_hot = F.pad(one_hot, (D + end - n, t - end))      # (n, D + t)
-
-        # as in chunks.run_block
-        xq = reading_rows(q, keys)
-        xk = reading_rows(k, keys)
-        one_hot, xk, k, v = (chunks.copies(rule, a) for a in (one_hot[None], xk, k, v))
-        v = memory.target(rule.memory, rule.loss, k, v)
-        xd = chunks.gradients(rule, kernel, mix, k, v, xk, M0, anchor, W, S)
+        one_hot = F.pad(one_hot, (D + end - n, t - end))[None]               # (1, n, D + t)
 
         # matrices that read phi* are read by rows of the kernel, but written by one-hot rows
         firsts = memory.firsts(rule.memory)
-        written = [(one_hot, d) for _, d in xd[:firsts]] + xd[firsts:]
+        written = [a._replace(x=one_hot) for a in learned[:firsts]] + learned[firsts:]
         W_end, S_end = chunks.write(rule, mix, written, W, S, newton)
-        return chunks.read(rule, kernel, mix, q, k, xq, M0, W, S, None, xd), W_end, S_end
-    return one_block
+        return chunks.read(rule, kernel, mix, q, k, M0, W, S, learned), W_end, S_end
+    return one_chunk
 
 
 def run(rule, phi, q, k, v, gates, state):
     """Run the rule. Arguments and results are as in omega.omega_ref, but the state is a `State` of
     this file."""
     state = with_rows(rule, state, k)
-    runner = block_runner(rule, state.keys, state.pos + k.shape[2])
-    y, state, _ = chunks.run_all(rule, Kernel(), q, k, v, gates, state, runner)
+    runner = chunk_runner(rule, state.keys, state.pos + k.shape[2])
+    kernel = Kernel(state.keys.flatten(0, 1))
+    y, state, _ = chunks.run_all(rule, kernel, q, k, v, gates, state, runner)
     return y, state
 
 
 def weights(rule, phi, state):
     """Return the memory and the momentum after the last token, as chunks.weights does."""
     state = with_rows(rule, state, state.k[:, :, :0])
-    runner = block_runner(rule, state.keys, state.pos)
-    return chunks.weights(rule, Kernel(), state, runner)
+    runner = chunk_runner(rule, state.keys, state.pos)
+    return chunks.weights(rule, Kernel(state.keys.flatten(0, 1)), state, runner)
 
 
 class DotMemory(layer.Memory):
     """The memory layer with the features phi*."""
     engine = sys.modules[__name__]
-    features = ("exp",)
 
     def start(self, x):
         state = super().start(x)

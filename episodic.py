@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 
 import train
-from common import (Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, opt, plot,
+from common import (Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, plot,
                     say, seeded, seeded_batch)
 from data import BORDER, split
+from layer import opt
 from models import Config, Memory, sized
 
 RETRIEVAL = 10                        # weight of the retrieval phase's loss; storage has 1

@@ -270,7 +270,7 @@ def probe_task(args, device):
 
 
 # ---- the rule by itself
-PLAIN = dict(error="chunk", chunk=1, muon_every=1, ns_steps=5, ns_coefficients="muon", max_norm=0.0)
+PLAIN = dict(chunk=1, max_norm=0.0)
 STEPS = torch.logspace(-3, 1.5, 25)       # constant inner steps that are tried
 MOMENTUM = 0.9                            # where there is one
 DRAWS, SEED = 32, 1337
@@ -278,13 +278,13 @@ DRAWS, SEED = 32, 1337
 
 def plain_layer(device, window, momentum, muon, **more):
     """Return an untrained layer.Memory with the settings of PLAIN and these, and a name for its
-    rule. momentum and muon are bools: does the rule have momentum, and Newton-Schulz?"""
+    rule. momentum: is there one? muon: "none" or "token"."""
     given = dict(window=window, momentum=momentum, muon=muon, n_head=len(STEPS))
     config = models.configure("atlas", **PLAIN, **given, **more)
     name = f"window {window}"
     if momentum:
         name += ", momentum"
-    if muon:
+    if muon == "token":
         name += ", Newton-Schulz"
     return models.Memory(config).to(device), name
 
@@ -345,7 +345,8 @@ def online_task(args, device):
     lines, shown = {}, {}
     for kind in "independent", "correlated":
         drawn = draw_pairs(args.pairs, 32, device, kind == "correlated")
-        for muon, momentum, window in itertools.product((False, True), (False, True), (1, 8, 16)):
+        rules = itertools.product(("none", "token"), (False, True), (1, 8, 16))
+        for muon, momentum, window in rules:
             layer, name = plain_layer(device, window, momentum, muon, head_dim=32, features="none")
             name = f"{kind} keys, {name}"
             errors = [one_pass(layer, k, v).min().item() for k, v in drawn]
@@ -362,7 +363,7 @@ def capacity_task(args, device):
     lines = {}
     drawn = draw_pairs(args.pairs, 8, device)
     for features in "none", "monomial":
-        for window, muon in (1, False), (8, False), (8, True):
+        for window, muon in (1, "none"), (8, "none"), (8, "token"):
             layer, name = plain_layer(device, window, False, muon, head_dim=8, features=features)
             of = f"{layer.phi.out_dim} features"
             errors = [one_pass(layer, k, v).min().item() for k, v in drawn]

@@ -15,7 +15,7 @@ the pairs (k, v) to the memory and reads it at q.
 It needs memory.py, poly.py, muon.py, omega.py and chunks.py beside it.
 """
 from contextlib import nullcontext
-from types import SimpleNamespace
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
@@ -28,95 +28,116 @@ import chunks
 import memory
 import omega
 import poly
-from memory import at_least_float32, unit, without_autocast
-from muon import COEFFICIENTS
+from memory import LOSSES, MEMORIES, at_least_float32, unit, without_autocast
+from muon import COEFFICIENTS, MOST_STEPS
 
 
 # ---- settings
-SETTINGS = dict(                          # ATLAS with a matrix; models.Config explains each
-    n_head=8,
-    n_embd=192,
-    head_dim=16,
-    memory="linear",
-    expansion=4,
-    loss="l2",
-    window=2,
-    chunk=32,
-    error="token",
-    momentum=True,
-    muon=True,
-    muon_every=0,
-    ns_steps=5,
-    ns_coefficients="muon",
-    features="monomial",
-    degree=2,
-    keep=True,
-    forget="start",
-    conv=True,
-    lookback=2,
-    max_step=1.0,
-    max_norm=50.0,
-)
-CHOICES = dict(
-    memory=memory.MEMORIES,
-    loss=memory.LOSSES,
-    error=("chunk", "token"),
-    ns_coefficients=tuple(COEFFICIENTS),
-    features=poly.FEATURES,
-    forget=("start", "zero"),
-)
-MAY_BE_0 = "muon_every", "lookback", "max_step", "max_norm"
+class UserError(ValueError):
+    """A user's mistake, told in one line that names the fault and the remedy. Programs then end
+    with exit code 2."""
+
+
+def opt(default, help, choices=None, low=0, high=2**31):
+    """Return a field of a dataclass of settings, with its default, its help, and what it may be:
+    one of choices, or a number with low <= number < high. common.add_flags makes a flag of it."""
+    return field(default=default, metadata=dict(help=help, choices=choices, range=(low, high)))
+
+
+@dataclass
+class Settings:
+    """What a memory layer is. The defaults are those of ATLAS in the size tiny."""
+    n_head: int = opt(8, "number of heads; each has its own memory", low=1)
+    n_embd: int = opt(192, "width of the residual stream", low=1)
+    head_dim: int = opt(16, "width of a head; 0: n_embd / n_head")
+    memory: str = opt(
+        "linear", "what the memory is: a matrix, an MLP (Eq 42) or a gated MLP (Eq 43)",
+        MEMORIES)
+    expansion: int = opt(
+        4, "hidden width of an MLP memory, in multiples of --head-dim", low=1)
+    loss: str = opt(
+        "l2", "inner loss (attentional bias); with dot, the output of an MLP is normalised (RMS)",
+        LOSSES)
+    window: int = opt(
+        8, "tokens whose pairs each gradient is taken of (the paper's c); 1: Titans", low=1)
+    error: str = opt(
+        "chunk", "the memory at which an error is measured: that before the chunk (Eq 16), or that "
+        "before the token (Eq 15), with a window of 1 and without Newton-Schulz",
+        ("chunk", "token"))
+    chunk: int = opt(16, "tokens that learn together (the paper's b)", low=1)
+    momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
+    muon: str = opt(
+        "token", "Newton-Schulz on the inner momentum: none, at each token (Eq 32, 40), or once at "
+        "the end of a chunk", ("none", "token", "chunk"))
+    ns_steps: int = opt(5, "iterations of Newton-Schulz", low=1)
+    ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", tuple(COEFFICIENTS))
+    features: str = opt(
+        "monomial", "feature map phi of keys and queries", (*poly.FEATURES, "exp"))
+    degree: int = opt(2, "polynomial degree of phi (the paper's p)", low=1, high=13)
+    keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
+    forget: str = opt(
+        "start", "what forgetting leads to: start (M0), or zero as in the paper",
+        ("start", "zero"))
+    conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
+    lookback: int = opt(
+        2, "number of the block (the first is 1) whose keys start as the query of the token before "
+        "(choice 23); 0: none")
+    max_step: float = opt(
+        1.0, "largest step (eta), in units of 2 / chunk; with --error token, 1 learns a pair whole")
+    max_norm: float = opt(
+        50.0, "largest |W - M0| (--forget zero: |W|) of a matrix at a chunk's end; 0: no bound")
 
 
 def settings(**given):
-    """Return SETTINGS changed by `given`. Raises ValueError for unknown names and values."""
-    unknown = given.keys() - SETTINGS
-    if unknown:
-        raise ValueError(f"no setting {', '.join(unknown)}; there are {', '.join(SETTINGS)}")
-    made = SimpleNamespace(**SETTINGS | given)
+    """Return Settings changed by `given`. Raises UserError for a value that no memory can have."""
+    made = Settings(**given)
+    check(made)
+    made.head_dim = made.head_dim or made.n_embd // made.n_head
     check_settings(made)
     return made
 
 
-def check_settings(c, features=poly.FEATURES):
-    """Raise ValueError, with the remedy, if a memory cannot have the settings c."""
-    choices = CHOICES | dict(features=features)
-    for name, usual in SETTINGS.items():
-        value = getattr(c, name)
-        if name in choices:
-            good = value in choices[name]
-            wanted = f"one of {', '.join(choices[name])}"
-        elif usual is True:
-            good = value in (True, False)
-            wanted = "True or False"
-        else:
-            kind = type(usual)
-            least = 0 if name in MAY_BE_0 else 1
-            good = type(value) in (int, kind) and value >= least
-            wanted = f"a number of type {kind.__name__}, at least {least}"
+def check(config):
+    """Raise UserError if a field of config has a value that its `opt` does not allow."""
+    for f in fields(config):
+        value, choices = getattr(config, f.name), f.metadata["choices"]
+        low, high = f.metadata["range"]
+        if f.type is bool:
+            choices = True, False
+        if choices:
+            good = value in choices
+            wanted = f"one of {', '.join(map(str, choices))}"
+        elif f.type is str:
+            continue
+        else:                                                 # nan is not in the range
+            good = type(value) in (int, f.type) and low <= value < high
+            wanted = f"of type {f.type.__name__}, at least {low} and below {high}"
         if not good:
-            raise ValueError(f"{name} is {wanted}, not {value!r}")
+            raise UserError(f"{f.name} is {wanted}, not {value!r}")
 
+
+def check_settings(c):
+    """Raise UserError, with the remedy, if settings do not go together."""
+    most = MOST_STEPS[c.ns_coefficients]
+    if c.muon == "token" and c.ns_steps > most:
+        raise UserError(f"muon token takes up to {most} ns_steps {c.ns_coefficients}, because its "
+                         "Gram matrices lose digits; or give muon chunk")
     if c.features == "sketch" and c.degree != 2:
-        raise ValueError("features sketch needs degree 2")
-    if c.features == "exp" and c.muon:
-        raise ValueError("features exp needs muon off (--no-muon): dot.py has no Newton-Schulz")
+        raise UserError("features sketch needs degree 2")
+    if c.features == "exp" and c.muon != "none":
+        raise UserError("features exp needs muon none: dot.py has no Newton-Schulz")
     if c.error == "token":
+        if c.window > 1 or c.muon != "none":
+            raise UserError("error token needs window 1 and muon none; or give error chunk")
         if c.loss not in ("l2", "dot"):
-            raise ValueError(f"error token needs loss l2 or dot, not {c.loss}; or give error chunk")
-        if c.muon and 0 < c.muon_every < c.chunk:
-            raise ValueError(f"error token needs a muon_every of chunk, {c.chunk}, not "
-                             f"{c.muon_every}; or give error chunk")
+            raise UserError(f"error token needs loss l2 or dot, not {c.loss}; or give error chunk")
 
 
 def rule(c):
     """Return the omega.Rule of the settings c."""
-    block = 0                             # no Newton-Schulz
-    if c.muon:
-        block = min(c.muon_every or c.chunk, c.chunk)
     norm = c.loss == "dot" and c.memory != "linear"                          # choice 11
     same = {name: getattr(c, name) for name in omega.Rule._fields if hasattr(c, name)}
-    return omega.Rule(**same | dict(muon_every=block, norm=norm, ball=c.max_norm))
+    return omega.Rule(**same, norm=norm, ball=c.max_norm)
 
 
 # ---- parts that attention uses, too
@@ -209,12 +230,11 @@ class Memory(nn.Module):
     """The layer. config: `settings`, or a models.Config; layer: its number, from 0."""
     conv_width = 4
     engine = chunks                       # the module that runs the rule; DotMemory has another
-    features = poly.FEATURES              # the kinds of phi that it can have
     autocast_on = ("cuda",)               # devices where the rule's products are autocast, too
 
     def __init__(self, config, layer=0):
         super().__init__()
-        check_settings(config, self.features)
+        check_settings(config)
         c = self.config = config
         H, d, inner = c.n_head, c.n_embd, c.n_head * c.head_dim
         self.rule, self.inner = rule(c), inner
@@ -279,8 +299,6 @@ class Memory(nn.Module):
         nn.init.normal_(self.gates.weight, std=0.02)
         bias = torch.zeros(H, sum(self.n_gates))
         bias[:, 0] = torch.linspace(1, 6, H) if H > 1 else 3.5
-        if c.error == "token":            # older pairs start nearly closed (choice 6)
-            bias[:, -c.window:-1] = -3
         self.gates.bias.copy_(bias.flatten())
 
     def make_gates(self, x):
@@ -298,12 +316,7 @@ class Memory(nn.Module):
         keep = 1 - forgets if c.keep else torch.ones_like(opened)            # alpha
         momentum = momentum.squeeze(-1).sigmoid() if c.momentum else None    # theta
         step = opened * self.most(momentum)                                  # eta
-        gate = gate.sigmoid()                                                # gamma
-        if c.error == "chunk" or c.window == 1:               # a window's pairs share 1  (choice 6)
-            gate = gate / c.window
-        else:                                                 # older pairs share 1; the own has 1
-            older, own = gate[..., :-1], gate[..., -1:]
-            gate = torch.cat([older / (c.window - 1), own], -1)
+        gate = gate.sigmoid() / c.window                                     # gamma: choice 6
         return omega.Gates(keep, step, momentum, gate)
 
     def most(self, momentum):
@@ -433,7 +446,7 @@ def select(state, rows):
 
 # ---- checks of what a layer is given
 DEPENDS = ("attention attn_window chunk degree expansion features forget head_dim memory momentum "
-           "muon muon_every n_head rope shard window wiring").split()
+           "muon n_head rope shard window wiring").split()
 
 
 def fits(config):

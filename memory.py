@@ -12,18 +12,13 @@ W is a tuple of matrices, the fast weights: each sequence and head has its own. 
 (omega.py) changes W at test time. W starts from M0, a parameter like any other, which the outer
 loop trains. All this is plain torch, so autograd differentiates through it.
 
-Symbols (Titans and ATLAS swap eta and theta, so the code uses words). A first reading can skip U,
-due and O; omega.py explains blocks.
+Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
 
     code       ATLAS        Titans        meaning
     M, W, M0   M_t, M_0     M_t, M_0      fast weights of a sequence and head; their learned start
     S          S_t          S_t           momentum of the gradients
-    U          -            -             the steps of a block so far, step S of each token, added
-                                          up with decay. They wait for the block's end (choice 15)
-    due        -            -             the same sum of `step` alone
-    O          (S'_t)       -             NewtonSchulz(U). At a block's end W loses due O, or O of
-                                          the length that choice 24 says. Without Newton-Schulz W
-                                          loses U
+    R          -            -             what Newton-Schulz multiplies S by: NS(S) = S R (muon.py)
+    U          -            -             the steps of a chunk so far, added up with decay
     keep       alpha_t      1 - alpha_t   fraction of the memory retained, in [0, 1]
     step       eta_t        -             inner step size, > 0  (choice 4)
     momentum   theta_t      eta_t         momentum decay, in [0, 1)
@@ -36,7 +31,7 @@ due and O; omega.py explains blocks.
     degree     p            -             polynomial degree of phi
 
     B batch   H heads   N = B H   T tokens   D head dim   E features, the dim of phi(k)
-    c tokens of a block (the paper's c is `window`)       n pairs that a block learns from
+    c tokens of a chunk (the paper's c is `window`)       n pairs that a chunk learns from
     Tensors are laid out (B, H, T, D). chunks.py has more letters of its own.
 """
 from contextlib import nullcontext
@@ -82,8 +77,7 @@ def firsts(kind):
 def hidden(kind, x, read):
     """Return what enters the last matrix of the memory when x enters the first.
 
-    read(i, rows) returns rows times matrix i: that of `reads`, or that of chunks.read, which has no
-    matrix at hand. Raises ValueError for an unknown memory."""
+    read(i, rows) returns rows times matrix i. Raises ValueError for an unknown memory."""
     if kind == "linear":
         return x
     if kind == "mlp":
@@ -93,24 +87,10 @@ def hidden(kind, x, read):
     raise ValueError(f"no memory {kind!r}; choose one of {', '.join(MEMORIES)}")
 
 
-def reads(W):
-    """Return the function read(i, rows) of `hidden` for matrices W."""
-    def read(i, rows):
-        return rows @ W[i]
-
-    return read
-
-
 def apply(kind, W, x, r, norm=False):
     """Return M(x; W): x (.., T, E), residual r (.., T, D) -> (.., T, D)."""
-    f = hidden(kind, x, reads(W)) @ W[-1]
-    return output(kind, f, r, norm)
-
-
-def size(kind, W, x):
-    """Return |a|^2, at least 0.5, where a is what enters the last matrix: x (.., T, E) -> (.., T).
-    Gradients are divided by it where errors are those at the token (choice 24)."""
-    return hidden(kind, x, reads(W)).square().sum(-1).clamp_min(0.5)
+    a, _ = enter(kind, W, x)
+    return output(kind, a @ W[-1], r, norm)
 
 
 def output(kind, f, r, norm=False):
@@ -157,10 +137,10 @@ def target(kind, loss_kind, r, v):
     return v if kind == "linear" or loss_kind == "dot" else v - r
 
 
-def output_error(loss_kind, f, v, norm):
+def output_error(kind, loss_kind, f, v, norm=False):
     """Return dl/df, where f is the output of the last matrix and v its `target`. With `norm` the
-    loss sees n = f / RMS(f). Then dl/df = (e - n mean(n e)) / RMS(f), where e = dl/dn."""
-    if not norm:
+    loss of a deep memory sees n = f / RMS(f), so dl/df = (e - n mean(n e)) / RMS(f), e = dl/dn."""
+    if kind == "linear" or not norm:
         return error(loss_kind, f, v)
     scale = (f.square().mean(-1, keepdim=True) + EPS).rsqrt()            # 1 / RMS(f)
     n = f * scale
@@ -168,33 +148,31 @@ def output_error(loss_kind, f, v, norm):
     return scale * (e - n * (n * e).mean(-1, keepdim=True))
 
 
-def gradients(kind, loss_kind, W, x, v, norm=False, last=None):
+def enter(kind, W, x):
+    """Return what enters the last matrix when x enters the first, and a list of what leaves the
+    matrices before it: x (.., n, E) -> (.., n, in), [(.., n, hidden), ..]."""
+    z = [x @ w for w in W[:-1]]
+
+    def read(i, rows):
+        return z[i]
+
+    return hidden(kind, x, read), z
+
+
+def gradients(kind, W, x, a, z, d):
     """Return the gradient of each pair's loss at fixed weights W: backpropagation written out.
 
     The gradient of a matrix is an outer product, dl/dW[i] = a^T d: a is its input and d the error
-    of its output. W: matrices (N, in, out); x (N, n, E); v (N, n, D) from `target` -> a list with
-    (a, d) of each matrix, (N, n, in) and (N, n, out). `last` computes d of the last matrix from
-    its input a; if it is None, d is the error at W."""
-    def at_W(a):
-        return output_error(loss_kind, a @ W[-1], v, norm and kind != "linear")
-
-    last = last or at_W
+    of its output. W: matrices (N, in, out); x (N, n, E); a and z from `enter`; d (N, n, out) the
+    error of the last matrix -> a list with (a, d) of each matrix, (N, n, in) and (N, n, out)."""
     if kind == "linear":
-        return [(x, last(x))]
+        return [(x, d)]
 
-    # backward from the last matrix: d at its output, d W[-1]^T at its input, dz before the gelu
-    z = x @ W[0]
-    gelu = F.gelu(z)
+    da = d @ W[-1].mT
     gelu_backward = torch.ops.aten.gelu_backward              # (g, z) -> g gelu'(z)
     if kind == "mlp":
-        d = last(gelu)
-        dz = gelu_backward(d @ W[-1].mT, z)
-        return [(x, dz), (gelu, d)]
+        return [(x, gelu_backward(da, z[0])), (a, d)]
 
-    # gated: the last matrix reads gelu(z) u
-    u = x @ W[1]
-    a = gelu * u
-    d = last(a)
-    da = d @ W[-1].mT
-    dz = gelu_backward(da * u, z)
-    return [(x, dz), (x, da * gelu), (a, d)]
+    # gated: the last matrix reads gelu(z[0]) z[1]
+    gate, up = z
+    return [(x, gelu_backward(da * up, gate)), (x, da * F.gelu(gate)), (a, d)]

@@ -18,67 +18,25 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import chunks
-from common import UserError, check, opt
 from dot import DotMemory
-from layer import CHOICES, Memory, Norm, check_settings, map_state
-from memory import LOSSES, MEMORIES, at_least_float32
+from layer import Memory, Norm, Settings, UserError, check, check_settings, map_state, opt
+from memory import at_least_float32
 from poly import Features, features_dim
 from shards import ShardedMemory
 from wiring import WIRINGS, Attention, Wiring
 
-FEATURES = (*Memory.features, *DotMemory.features)
-
 
 # ---- configuration
 @dataclass
-class Config:
-    """Everything needed to rebuild the network. Each field is a flag of train.py and is saved in
-    checkpoints. A field has its default, its help, and what values it takes (common.opt). The
-    fields that layer.settings has, too, are those of the memory layer."""
+class Config(Settings):
+    """Everything needed to rebuild the network: the settings of the memory layer (layer.Settings),
+    and these. Each field is a flag of train.py and is saved in checkpoints."""
     vocab_size: int = opt(65, "number of different tokens; the tokenizer sets it", low=1)
     n_layer: int = opt(2, "number of blocks", low=1)
-    n_head: int = opt(8, "number of heads; each has its own memory", low=1)
-    n_embd: int = opt(192, "width of the residual stream", low=1)
-    head_dim: int = opt(16, "width of a head; 0: n_embd / n_head")
     attention: bool = opt(False, "attention instead of a memory")
     wiring: str = opt(
         "lmm", "lmm: the memory alone; mag, mal, mac: with attention, as in Titans", WIRINGS)
     persistent: int = opt(4, "for --wiring: number of learned tokens before the sequence")
-    memory: str = opt(
-        "linear", "what the memory is: a matrix, an MLP (Eq 42) or a gated MLP (Eq 43)",
-        MEMORIES)
-    expansion: int = opt(
-        4, "hidden width of an MLP memory, in multiples of --head-dim", low=1)
-    loss: str = opt(
-        "l2", "inner loss (attentional bias); with dot, the output of an MLP is normalised (RMS)",
-        LOSSES)
-    window: int = opt(
-        8, "tokens whose pairs each gradient is taken of (the paper's c); 1: Titans", low=1)
-    chunk: int = opt(16, "tokens that learn together (the paper's b)", low=1)
-    error: str = opt(
-        "chunk", "the memory at which an error is measured: that before the chunk (Eq 16), or that "
-        "before the token (Eq 15)", CHOICES["error"])
-    momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
-    muon: bool = opt(True, "Newton-Schulz on the inner momentum, Eq 32")
-    muon_every: int = opt(
-        0, "tokens between two Newton-Schulz, at most --chunk; 1: Eq 40; 0: the chunk")
-    ns_steps: int = opt(5, "iterations of Newton-Schulz", low=1)
-    ns_coefficients: str = opt(
-        "muon", "polynomial of Newton-Schulz", CHOICES["ns_coefficients"])
-    features: str = opt("monomial", "feature map phi of keys and queries", FEATURES)
-    degree: int = opt(2, "polynomial degree of phi (the paper's p)", low=1, high=13)
-    keep: bool = opt(True, "learned forgetting (alpha); --no-keep never forgets")
-    forget: str = opt(
-        "start", "what forgetting leads to: start (M0), or zero as in the paper",
-        CHOICES["forget"])
-    conv: bool = opt(True, "causal depthwise convolution of width 4 on q, k, v")
-    lookback: int = opt(
-        2, "number of the block (the first is 1) whose keys start as the query of the token before "
-        "(choice 23); 0: none")
-    max_step: float = opt(
-        1.0, "largest step (eta), in units of 2 / chunk; with --error token, 1 learns a pair whole")
-    max_norm: float = opt(
-        50.0, "largest |W - M0| (--forget zero: |W|) of a matrix at a chunk's end; 0: no bound")
     polarise: float = opt(
         0.0, "MAG and MAC only: add this times mean(1 - |2g - 1|) to the loss, where g is the "
         "attention gate")
@@ -121,10 +79,7 @@ class Config:
 
     def check_memory(self):
         """Raise UserError for settings that a memory cannot have."""
-        try:
-            check_settings(self, FEATURES)
-        except ValueError as fault:
-            raise UserError(fault)
+        check_settings(self)
         E = self.n_head * features_dim(self.features, self.head_dim, self.degree)
         if E > 200_000:
             raise UserError(f"phi of 4,096 tokens would take {E * 4096 * 4 / 1e9:,.0f} GB in each "
@@ -140,35 +95,38 @@ class Config:
 
 
 # ---- models and sizes
-# The models of Table 1 as differences from Config's defaults. A preset that does not set `memory`
-# takes the memory of the size. The paper trains with errors at a chunk's start (Eq 16), which
-# approximates Eq 15; `atlas` takes them at the token, as in Eq 15. `atlas-delta` is ours, not the
-# paper's: it has no window and no Newton-Schulz. results/README.md compares them.
-_simple = dict(momentum=False, muon=False)
-_kernel = dict(memory="mlp", features="exp", keep=False, **_simple)
-_linear = dict(memory="linear", features="none", keep=False, **_simple)
-PRESETS = {
+# The models of the paper's Table 1, in the size tiny; results/README.md compares them. TTT lacks
+# its norm inside the memory, Moneta its retention by l_q. `atlas-delta` is ours, not the paper's.
+COLUMNS = "memory loss window error chunk momentum muon features keep".split()
+TABLE = {
+    #                   memory  loss window error chunk momentum muon features keep
+    "linear":          ("linear", "dot", 1, "chunk", 16, False, "none", "none", False),  # Eq 45
+    "ttt":             ("linear", "l2", 1, "chunk", 16, False, "none", "none", False),
+    "ttt-mlp":         ("mlp", "l2", 1, "chunk", 16, False, "none", "none", False),
+    "deltanet":        ("linear", "l2", 1, "token", 64, False, "none", "none", False),   # Eq 47
+    "gated-deltanet":  ("linear", "l2", 1, "token", 64, False, "none", "none", True),
+    "titans":          ("linear", "l2", 1, "chunk", 16, True, "none", "none", True),     # Eq 12, 13
+    "moneta":          ("mlp", "lp", 1, "chunk", 16, False, "none", "none", True),
+    "dla":             ("mlp", "dot", 1, "chunk", 16, False, "none", "monomial", True),  # Eq 19
+    "swla":            ("linear", "dot", 8, "chunk", 16, False, "none", "none", True),   # Eq 55
+    "deeptransformer": ("mlp", "dot", 1, "chunk", 16, False, "none", "exp", False),      # Eq 25
+    "swdt":            ("mlp", "dot", 8, "chunk", 16, False, "none", "exp", False),
+    "deepomega":       ("mlp", "l2", 8, "chunk", 16, False, "none", "exp", False),       # Eq 27
+    "omeganet":        ("linear", "l2", 8, "chunk", 16, False, "none", "monomial", True),   # Eq 10
+    "atlas":           ("linear", "l2", 8, "chunk", 16, True, "token", "monomial", True),   # Eq 32
+    "atlas++":         ("gated", "l2", 8, "chunk", 16, True, "chunk", "monomial", True),    # Eq 43
+    "atlas-delta":     ("linear", "l2", 1, "token", 64, True, "none", "monomial", True),
+}
+PRESETS = {name: dict(zip(COLUMNS, row)) for name, row in TABLE.items()} | {
     "transformer": dict(attention=True, head_dim=0, attn_window=0),
     "swa": dict(attention=True, head_dim=0),
-    "linear": dict(_linear, loss="dot", window=1),                                  # Eq 45
-    "deltanet": dict(_linear, loss="l2", window=1, error="token"),                  # Eq 47
-    "titans": dict(loss="l2", window=1, features="none", muon=False),               # Eq 12, 13
-    "dla": dict(_simple, memory="mlp", loss="dot", window=1),                       # Eq 19
-    "swla": dict(_simple, memory="linear", loss="dot", window=8, features="none"),  # Eq 55
-    "deeptransformer": dict(_kernel, loss="dot", window=1),                         # Eq 25
-    "swdt": dict(_kernel, loss="dot", window=8),                                    # Table 1
-    "deepomega": dict(_kernel, loss="l2", window=8),                                # Eq 27, "Dot"
-    "omeganet": dict(_simple, loss="l2", window=8),                                 # Eq 10
-    "atlas": dict(loss="l2", window=2, error="token"),                              # Eq 15, 32, 33
-    "atlas++": dict(memory="gated", loss="l2", window=2, error="token"),            # Eq 43
-    "atlas-delta": dict(loss="l2", window=1, error="token", muon=False, expansion=2),
 }
+# from 34m on the memory of these is an MLP, as in the paper, with this expansion
+DEEP = {"titans": 4, "omeganet": 4, "atlas": 4, "atlas-delta": 2}
 
-# Sizes, also as differences; a preset overrides them. `tiny` has Config's defaults: its memory is a
-# matrix, which on a laptop learns more in the same time than the paper's MLP.
 SIZES = {
     "tiny": dict(),
-    "baby": dict(memory="mlp", n_layer=6, n_head=12, n_embd=384, dropout=0.1, chunk=64),
+    "baby": dict(n_layer=6, n_head=12, n_embd=384, dropout=0.1),
 }
 # (n_layer, n_head, n_embd); from 170m on those of Table 7
 SHAPES = {
@@ -181,22 +139,31 @@ SHAPES = {
     "760m": (24, 16, 1536),
     "1.3b": (18, 8, 2048),
 }
-# Wide heads have too many monomials, so these sizes have a sketch of 1 + D + 79 features. This is a
-# multiple of 16, which GPUs like. Wide heads also need long chunks.
 for _name, (_layers, _heads, _width) in SHAPES.items():
-    SIZES[_name] = dict(n_layer=_layers, n_head=_heads, n_embd=_width, tie=_width < 768, head_dim=0,
-                        memory="mlp", features="sketch", chunk=512)
-
-# With errors at the token a model learns as well in long chunks as in short ones. But each chunk
-# solves a system of chunk x window pairs, and systems of this many pairs are fast.
-SYSTEM = {"tiny": 64, "baby": 128}
+    SIZES[_name] = dict(n_layer=_layers, n_head=_heads, n_embd=_width, head_dim=_width // _heads,
+                        tie=_width < 768)
 
 
 def sized(preset, size):
-    """Return the fields of Config that a size and a preset set. The preset overrides the size."""
-    given = SIZES[size] | PRESETS[preset]
-    if given.get("error") == "token" and size in SYSTEM:
-        given["chunk"] = SYSTEM[size] // given["window"]
+    """Return the fields of Config that a preset and a size set. A GPU likes longer chunks than the
+    table has. In baby they are four times as long, or twice where errors or Newton-Schulz are at
+    each token. From 34m on heads are wide. Then chunks have 512 tokens; Newton-Schulz, if any, runs
+    once a chunk; a sketch of 1 + D + 79 features stands in for the monomials, which would be too
+    many (the sum is a multiple of 16, which GPUs like); and the memories of DEEP are MLPs."""
+    given = PRESETS[preset] | SIZES[size]
+    if "attention" in given or size == "tiny":
+        return given
+    if size == "baby":
+        at_token = "token" in (given["error"], given["muon"])
+        return given | dict(chunk=given["chunk"] * (2 if at_token else 4))
+
+    given["chunk"] = 512
+    if given["muon"] == "token":
+        given["muon"] = "chunk"
+    if given["features"] == "monomial":
+        given["features"] = "sketch"
+    if preset in DEEP:
+        given |= dict(memory="mlp", expansion=DEEP[preset])
     return given
 
 
@@ -215,11 +182,11 @@ def build(preset="atlas", size="tiny", **overrides):
 
 # ---- torch.compile
 def compile_chunks(**options):
-    """Compile chunks.run_block with torch.compile. This sets options of the whole process."""
+    """Compile chunks.run_chunk with torch.compile. This sets options of the whole process."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     torch._functorch.config.backward_pass_autocast = "off"    # backward has the types of forward
-    torch._functorch.config.activation_memory_budget = 0.0    # backward recomputes a block
-    compile_function(chunks, "run_block", **options)
+    torch._functorch.config.activation_memory_budget = 0.0    # backward recomputes a chunk
+    compile_function(chunks, "run_chunk", **options)
 
 
 def compile_function(owner, name, **options):

@@ -8,14 +8,18 @@ The coefficients "muon" are from Jordan et al. 2024. Five steps take singular va
 coefficients "cubic" they do, slowly: X converges to the nearest semi-orthogonal matrix (the paper's
 k -> infinity).
 
-`newton_schulz_ref` is this text. `newton_schulz` computes the same on the small Gram matrix
-G = X X^T, in 0.6 to 0.9 of the time. A step multiplies X by Q = a I + b G + c G^2, so
+`newton_schulz_ref` is this text. The other functions use that (X X^T) X = X (X^T X). So a step
+multiplies X from the right, by a polynomial Q of the small Gram matrix G = X^T X:
 
-    R <- Q R,   G <- Q G Q,   and at the end   X <- R X
+    Q = a I + b G + c G^2,   X <- X Q,   G <- Q G Q
 
-But G's eigenvalues are the squares of X's singular values, so the small ones have few correct
-digits, and each step magnifies their rounding errors. So after GRAM_STEPS steps G is computed from
-X again.
+The product R of all Q depends on S^T S alone, and NS(S) = S R. `right_factor` returns R, from which
+chunks.py takes NS(S_t) for each token t without ever having S_t itself. `newton_schulz` is for a
+matrix at hand, and takes 0.6 to 0.9 of the reference's time.
+
+G's eigenvalues are the squares of X's singular values, so small ones have few correct digits, and
+each step magnifies their rounding errors. `newton_schulz` therefore computes G from X again after
+GRAM_STEPS steps. `right_factor` cannot, so in float32 it takes at most MOST_STEPS steps.
 
 The outer optimizer Muon is in train.py. It uses the same function.
 """
@@ -26,6 +30,7 @@ COEFFICIENTS = {
     "cubic": (1.5, -0.5, 0.0),                                # converges to U V^T
 }
 GRAM_STEPS = 3                                                # steps on one Gram matrix
+MOST_STEPS = dict(muon=6, cubic=15)                           # of right_factor: errors below 5e-4
 
 
 def newton_schulz_ref(S, steps=5, coefficients="muon"):
@@ -53,25 +58,32 @@ def normalised(S):
     return S * S.square().sum((-2, -1), keepdim=True).clamp_min(0.5).rsqrt()
 
 
-def newton_schulz(S, steps=5, coefficients="muon"):
-    """Return NS(S) of a stack of matrices, by way of G and R: (N, m, n) -> (N, m, n). coefficients
-    is a name in COEFFICIENTS, or three numbers."""
-    m, n = S.shape[-2:]
-    if m > n:
-        return newton_schulz(S.mT, steps, coefficients).mT
-    a, b, c = COEFFICIENTS.get(coefficients, coefficients)
-    X = normalised(S)
-    I = torch.eye(m, dtype=S.dtype, device=S.device)
-
-    def factor(G):
-        return torch.baddbmm(G, G, G, beta=b, alpha=c) + a * I           # Q = a I + b G + c G G
-
-    for first in range(0, steps, GRAM_STEPS):
-        G = X @ X.mT
-        Q = R = factor(G)
-        for _ in range(1, min(GRAM_STEPS, steps - first)):
+def factor(G, steps, coefficients):
+    """Return R such that `steps` steps take X to X R, from G = X^T X: (N, m, m) -> (N, m, m)."""
+    a, b, c = COEFFICIENTS[coefficients]
+    I = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    for step in range(steps):
+        Q = torch.baddbmm(G, G, G, beta=b, alpha=c) + a * I              # Q = a I + b G + c G G
+        R = R @ Q if step else Q
+        if step < steps - 1:
             G = Q @ G @ Q
-            Q = factor(G)
-            R = Q @ R
-        X = R @ X
+    return R
+
+
+def right_factor(G, steps=5, coefficients="muon"):
+    """Return R such that NS(S) = S R, from G = S^T S alone: (N, m, m) -> (N, m, m). A matrix too
+    small to have a direction (in float32, |S|_F < 3e-10) gives R = 0 and passes no gradient."""
+    square = G.diagonal(0, 1, 2).sum(-1)[:, None, None]                  # |S|_F^2
+    smallest = torch.finfo(G.dtype).tiny ** 0.5               # its inverse has a gradient in range
+    scale = torch.where(square > smallest, square.clamp_min(smallest).rsqrt(), 0)
+    return factor(G * scale.square(), steps, coefficients) * scale
+
+
+def newton_schulz(S, steps=5, coefficients="muon"):
+    """Return NS(S) of a stack of matrices, by way of Gram matrices: (N, m, n) -> (N, m, n)."""
+    if S.shape[-2] < S.shape[-1]:
+        return newton_schulz(S.mT, steps, coefficients).mT
+    X = normalised(S)
+    for first in range(0, steps, GRAM_STEPS):
+        X = X @ factor(X.mT @ X, min(GRAM_STEPS, steps - first), coefficients)
     return X

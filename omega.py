@@ -6,15 +6,14 @@ state. Three more things are new:
 
     chunk              All gradients of a chunk are taken at the memory before it, the anchor (Eq
                        16). The places where chunks begin are called boundaries.
-    block              The steps of muon_every tokens wait in U until one Newton-Schulz writes them.
-                       Until then queries read W - U (choice 15). Without Newton-Schulz a chunk is
-                       one block.
-    error = "token"    A pair's error is measured with the last matrix as it is now, W - U. Its
-                       gradients are divided by |x|^2, where x is what enters that matrix (choice
-                       24).
+    muon = "chunk"     One Newton-Schulz, at the end of a chunk, takes the sum U of all its steps.
+                       Until then queries read plain steps (choice 15).
+    error = "token"    A pair's error is measured at the token before, with the last matrix as it is
+                       then. Its gradient is divided by |x|^2, where x is what enters that matrix
+                       (choice 24).
 
-With muon_every = chunk = 1, any window, and the other defaults of Rule `omega_ref` is `paper`.
-chunks.py computes the same function fast.
+With muon = "token" and chunk = 1, any window, and the other defaults of Rule `omega_ref` is
+`paper`. chunks.py computes the same function fast.
 
 With forget = "start", what `omega_ref` and chunks.py call W is the difference W - M0, so that
 keep * W decays toward M0; `plus` adds M0 where the memory is applied (choice 21). memory.py lists
@@ -58,7 +57,8 @@ class Rule(NamedTuple):
     window: int = 1
     chunk: int = 64                       # tokens whose gradients are taken at one memory (Eq 16);
                                           # 1: at the memory before each token (Eq 15)
-    muon_every: int = 0                   # tokens of a block, which share a Newton-Schulz; 0: none
+    muon: str = "none"                    # Newton-Schulz: "none", at each "token" (Eq 32, 40), or
+                                          # at the end of a "chunk" (choice 15)
     ns_steps: int = 5
     ns_coefficients: str = "muon"
     forget: str = "zero"                  # W decays to zero as printed, or "start": M0 (choice 21)
@@ -66,7 +66,8 @@ class Rule(NamedTuple):
     ball: float = 0.0                     # largest norm of a matrix of W at a boundary; 0: no bound
     error: str = "chunk"                  # "chunk": errors are those of the boundary's memory (Eq
                                           # 16). "token": the last matrix is that of the token
-                                          # before (Eq 15), the others the boundary's (choice 24)
+                                          # before (Eq 15), the others the boundary's; window 1, no
+                                          # Newton-Schulz (choice 24)
 
     @property
     def solves(self):
@@ -157,22 +158,6 @@ def plus(M0, W):
     return [m + w for m, w in zip(M0, W)] if M0 else list(W)
 
 
-def nearest(O, U):
-    """Return O, each matrix scaled so that it comes nearest to U (choice 24)."""
-    OU = (O * U).sum((-2, -1), keepdim=True)
-    OO = (O * O).sum((-2, -1), keepdim=True)
-    return O * (OU / OO.clamp_min(torch.finfo(O.dtype).tiny))
-
-
-def update(rule, U, due):
-    """Return what a matrix of W loses at a block's end. U is the sum of the block's steps, and due
-    that of `step` alone (Eq 32)."""
-    if not rule.muon_every:
-        return U                                                                         # Eq 10, 12
-    O = newton_schulz_ref(U, rule.ns_steps, rule.ns_coefficients)
-    return nearest(O, U) if rule.solves else due * O
-
-
 def omega_ref(rule, phi, q, k, v, gates, state):
     """Run the rule token by token, with gradients by autograd: slow. It begins at the last
     boundary, so it computes the tokens of an unfinished chunk again.
@@ -180,12 +165,14 @@ def omega_ref(rule, phi, q, k, v, gates, state):
     ks, vs, gates = join(state, k, v, gates)
     T, pos = gates.keep.shape[2], state.pos                   # of T tokens the first pos are old
     past = ks.shape[2] - T                                    # pairs before the boundary
-    block = rule.muon_every or rule.chunk
     xs, xq, ys = phi(ks), phi(q), []
     W, S = state.W, state.S or [torch.zeros_like(w) for w in state.W]
 
     def M(W, x, r):
         return memory.apply(rule.memory, plus(state.M0, W), x, r, rule.norm)
+
+    def NS(S):                                                                           # Eq 40
+        return [newton_schulz_ref(s, rule.ns_steps, rule.ns_coefficients) for s in S]
 
     for t in range(T):
         keep, step, momentum, gate, reset = (a if a is None else a[:, :, t, None] for a in gates)
@@ -197,17 +184,16 @@ def omega_ref(rule, phi, q, k, v, gates, state):
                 W = [w.where(~reset[..., None], 0) for w in W]
                 S = [s.where(~reset[..., None], 0) for s in S]
             anchor, boundary = W, (W, S)
-        if t % rule.chunk % block == 0:                       # a block begins; they count from the
-            U, due = [torch.zeros_like(w) for w in W], 0      # chunk's start
+            U, left, due = [torch.zeros_like(w) for w in W], 1, 0
 
         # the window's pairs, also those before the boundary (choice 12), and their weights
         i = slice(max(0, past + t - rule.window + 1), past + t + 1)
         x, r, target = xs[:, :, i], ks[:, :, i], vs[:, :, i]
         weight = gate[:, :, 0, rule.window - x.shape[2]:]
         if rule.solves:                                       # errors at the token
-            measured = [*anchor[:-1], W[-1] - U[-1]]
-            errors = memory.error(rule.loss, M(measured, x, r), target)
-            weight = weight / memory.size(rule.memory, plus(state.M0, anchor), x)
+            errors = memory.error(rule.loss, M([*anchor[:-1], W[-1]], x, r), target)
+            a, _ = memory.enter(rule.memory, plus(state.M0, anchor), x)
+            weight = weight / a.square().sum(-1).clamp_min(0.5)
 
         def loss(W):
             y = M(W, x, r)
@@ -217,16 +203,16 @@ def omega_ref(rule, phi, q, k, v, gates, state):
 
         g = grad(loss)(anchor)                                                     # Eq 9, 16
         S = [momentum * s + d for s, d in zip(S, g)]                                     # Eq 33
-        U, due = [keep * u + step * s for u, s in zip(U, S)], keep * due + step
-        W = [keep * w for w in W]
+        O = NS(S) if rule.muon == "token" else S
+        U = [keep * u + step * o for u, o in zip(U, O)]
+        left, due = keep * left, keep * due + step
+        if rule.muon == "chunk" and (t + 1) % rule.chunk == 0:
+            U = [due * o for o in NS(U)]                                              # choice 15
+        W = [left * w - u for w, u in zip(anchor, U)]                          # Eq 10, 16, 32
 
-        if (t + 1) % rule.chunk % block == 0:                 # the end of a block
-            W = [w - update(rule, u, due) for w, u in zip(W, U)]                          # Eq 32
-            U = [torch.zeros_like(u) for u in U]              # nothing waits
         if t >= pos:                                          # read after write: choice 3
-            now = [w - u for w, u in zip(W, U)]
             new = slice(t - pos, t - pos + 1)
-            ys.append(M(now, xq[:, :, new], q[:, :, new]))
+            ys.append(M(W, xq[:, :, new], q[:, :, new]))
         if (t + 1) % rule.chunk == 0:
             W = rule.bound(W)
             boundary = W, S

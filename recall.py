@@ -6,7 +6,6 @@ and prints a table of their right answers.
     python recall.py                                          short for recall.py mqar
     python recall.py mqar --pairs 2 4 8 --vocab 32 --seq-len 32        many pairs at once
     python recall.py correlated --head-dim 4 --steps 600      pairs whose keys are alike
-    python recall.py mad              the six synthetic tasks of MAD: the paper's Table 4, small
 
 A name of --model is a preset, or a preset with changes, as atlas,memory=mlp,steps=900: one may
 change all fields of models.Config, the training steps, and lr.
@@ -137,112 +136,6 @@ def correlated(batch, n_pairs, family, generator, symbols=16):
     return torch.cat([pairs, asks], 1), torch.cat([unasked, answers], 1)
 
 
-# ---- the tasks of MAD (Poli et al. 2024, arXiv 2403.17844, https://github.com/athms/mad-lab),
-# written anew. Here every batch is new, and only answers are targets. MAD has fixed training sets,
-# and in its recall tasks every next token is a target
-def recall(batch, n_keys, seq_len, generator, symbols=8, motif=1, noise=0.0):
-    """Draw in-context recall: n_keys key-value pairs come again and again, and each value is asked
-    for from its second time on. A share `noise` of the pairs is replaced by noise. In fuzzy recall
-    (motif > 1) a key has `motif` tokens, in MAD's training also fewer, and a value 1 to `motif`.
-    The vocabulary is `symbols` tokens for keys, as many for values, and twice as many for noise.
-    recall(1, 2, 16, g, symbols=3, motif=2, noise=0.2):
-
-        tokens     2    1    3    0    2    5    3    2    1    3    7   11    9    0    2    5
-        targets -100 -100 -100 -100 -100 -100 -100 -100    3 -100 -100 -100 -100 -100    5    3
-    """
-    place = torch.arange(motif)
-    number = distinct(batch, n_keys, symbols ** motif, generator)[..., None]
-    keys = number // symbols ** place % symbols                         # its digits
-    values = torch.randint(symbols, 2 * symbols, keys.shape, generator=generator)
-    last = torch.randint(motif, (batch, n_keys, 1), generator=generator)
-    values[place > last] = -1                             # a gap, where a value is shorter
-
-    # so many pairs fill a row, even if all values are one token; pick: the pair, or -1 for noise
-    n = seq_len // (motif + 1) + 1
-    pick = torch.randint(n_keys, (batch, n), generator=generator)
-    pick[torch.rand(batch, n, generator=generator) < noise] = -1
-    row = torch.arange(batch)[:, None]
-    tokens = torch.cat([keys, values], -1)[row, pick]     # (batch, n, 2 motif)
-    gaps = (tokens < 0).flatten(1).int()
-    order = gaps.argsort(stable=True)[:, :seq_len + 1]    # gaps move to the end
-    noisy = pick < 0
-    shape = tokens[noisy].shape
-    tokens[noisy] = torch.randint(2 * symbols, 4 * symbols, shape, generator=generator)
-
-    # every value that came before in the row is a target
-    seen = (pick[:, :, None] == pick[:, None]).tril(-1).any(-1)
-    targets = tokens.clone()
-    targets[noisy | ~seen] = -100
-    targets[..., :motif] = -100                           # keys
-    tokens = tokens.flatten(1).gather(1, order)
-    targets = targets.flatten(1).gather(1, order)
-    return tokens[:, :-1], targets[:, 1:]
-
-
-def compression(batch, n_tokens, generator, symbols=15):
-    """Draw random tokens, then a token "compress", then for each place a token of its own, which
-    asks what stood there. In MAD an MLP answers from the output at "compress" alone; here attention
-    may look further back. compression(1, 4, g, symbols=5):
-
-        tokens     1    0    4    3    5    6    7    8    9
-        targets -100 -100 -100 -100 -100    1    0    4    3
-    """
-    x = torch.randint(symbols, (batch, n_tokens), generator=generator)
-    ask = symbols + torch.arange(n_tokens + 1).expand(batch, -1)
-    tokens = torch.cat([x, ask], 1)
-    targets = torch.full_like(tokens, -100)
-    targets[:, n_tokens + 1:] = x
-    return tokens, targets
-
-
-def memorization(batch, seq_len, generator, symbols=127, seed=0):
-    """Draw keys, each with a token "insert" behind it that asks for its value. No value is ever
-    shown: `seed` fixes them for all rows and batches, so a model must learn them in training. The
-    vocabulary is `symbols` keys, as many values, and "insert". memorization(1, 8, g, symbols=4):
-
-        tokens     3    8    0    8    3    8    1    8
-        targets -100    6 -100    4 -100    6 -100    5
-    """
-    value_of = symbols + torch.randperm(symbols, generator=seeded(seed))
-    keys = torch.randint(symbols, (batch, seq_len // 2), generator=generator)
-    tokens = torch.full((batch, seq_len), 2 * symbols)
-    tokens[:, ::2] = keys
-    targets = torch.full_like(tokens, -100)
-    targets[:, 1::2] = value_of[keys]
-    return tokens, targets
-
-
-def selective_copying(batch, n_tokens, seq_len, generator, symbols=14):
-    """Draw tokens anywhere among blanks, then a token "copy", then as many blanks as there were
-    tokens; each of these asks for the next token. selective_copying(1, 3, 10, g, symbols=4), where
-    4 is the blank and 5 is "copy":
-
-        tokens     4    3    0    3    4    4    5    4    4    4
-        targets -100 -100 -100 -100 -100 -100 -100    3    0    3
-    """
-    n = seq_len - n_tokens - 1                            # where "copy" stands
-    x = torch.randint(symbols, (batch, n_tokens), generator=generator)
-    place = distinct(batch, n_tokens, n, generator).sort(-1).values
-    tokens = torch.full((batch, seq_len), symbols)
-    tokens.scatter_(1, place, x)
-    tokens[:, n] = symbols + 1
-    targets = torch.full_like(tokens, -100)
-    targets[:, n + 1:] = x
-    return tokens, targets
-
-
-# name: (draw, vocabulary size, chance); draw(batch, generator=g) -> tokens, targets. The sizes are
-# the smallest of MAD, or smaller. Chance is the accuracy of a model that recalls nothing: it always
-# gives the most frequent answer of the row, or a fixed one if the row shows no answers.
-MAD = {
-    "recall": (partial(recall, n_keys=8, seq_len=128), 16, 0.35),
-    "noisy-recall": (partial(recall, n_keys=8, seq_len=128, noise=0.2), 32, 0.36),
-    "fuzzy-recall": (partial(recall, n_keys=8, seq_len=128, motif=3), 16, 0.31),
-    "compression": (partial(compression, n_tokens=31), 47, 0.16),
-    "memorization": (partial(memorization, seq_len=32), 255, 0.01),
-    "selective-copying": (partial(selective_copying, n_tokens=16, seq_len=128), 16, 0.20)}
-
-
 # ---- small models, trained on a task
 SMALL = dict(n_layer=2, n_head=4, n_embd=64, head_dim=8)  # where no flag or --model says otherwise
 
@@ -273,7 +166,7 @@ def variant(name, args, **more):
                 given[key] = kinds[key](value)
         except (KeyError, ValueError):
             raise UserError(f"--model {name}: cannot set {key}={value}; "
-                            "give field=value, as muon=False")
+                            "give field=value, as keep=False")
 
     steps, lr = given.pop("steps"), given.pop("lr")
     train.TrainConfig(steps=steps, lr=lr)                     # raises UserError
@@ -436,28 +329,14 @@ def correlated_task(args, device):
     say("by guessing: 0.06")
 
 
-def mad_task(args, device):
-    """Train a model on each of the six tasks of MAD: the paper's Table 4, small."""
-    def trial(model, seed):
-        scores = {}
-        for name, (draw, vocab, _) in MAD.items():
-            draw = partial(draw, args.batch_size)
-            scores |= score(Task(name, vocab, [draw], {name: draw}), args, device, model, seed)
-        return scores
-
-    campaign(args, trial, list(MAD))
-    chances = [f"{name} {chance:.2f}" for name, (_, _, chance) in MAD.items()]
-    say("by guessing: " + ", ".join(chances))
-
-
-TASKS = dict(needle=needle_task, mqar=mqar_task, correlated=correlated_task, mad=mad_task)
+TASKS = dict(needle=needle_task, mqar=mqar_task, correlated=correlated_task)
 
 
 def parse(argv=None):
     parser = Parser(prog="recall.py", description=__doc__, usage="python %(prog)s [TASK] [flags]")
-    tasks = list(add_tasks(parser, TASKS, plot=("needle", "mqar", "correlated")))
-    needle, mqar, correlated, _ = tasks
-    for task, steps in zip(tasks, (1200, 300, 600, 600)):
+    tasks = list(add_tasks(parser, TASKS, plot=TASKS))
+    needle, mqar, correlated = tasks
+    for task, steps in zip(tasks, (1200, 300, 600)):
         task.set_defaults(mark='"records"')                   # `read_records` looks closer
         task.add_argument("--model", nargs="+", default=["atlas"],
                           help="presets, or presets with changes, as atlas,memory=mlp [atlas]")

@@ -9,8 +9,6 @@ GPU then waits for fewer steps in a row. The local memory is asked q'_t in the p
 in the span of the keys that this memory has seen, and unit gives it length 1.
 
 TNT reads V as it was before the shard. Here V_t has learned from the tokens up to t (choice 3).
-With Newton-Schulz its block is the whole shard: until the shard ends, V is read with the plain
-steps of the tokens so far (choice 15).
 """
 from copy import deepcopy
 from typing import NamedTuple
@@ -38,7 +36,7 @@ def global_rule(rule, size, gates):
     multiplied by chunk / size."""
     if rule.error == "chunk":
         gates = gates._replace(step=gates.step * (rule.chunk / size))
-    return rule._replace(chunk=size, muon_every=size if rule.muon_every else 0), gates
+    return rule._replace(chunk=size), gates
 
 
 def side_by_side(a, begin, end, n):

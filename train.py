@@ -28,17 +28,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, check, chosen, exit_code,
-                    flag, locked, native_bfloat16, need, noted_signals, opt, pick_dtype, plot,
+from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, chosen, exit_code,
+                    flag, locked, native_bfloat16, need, noted_signals, pick_dtype, plot,
                     save_file, say, setup, write_json)
 from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt,
                   make_tokenizer, read, streams, windows)
+from layer import check, opt
 from models import LM, PRESETS, SIZES, Config, holds_all, sized
 from muon import newton_schulz
 
 RANK = int(os.environ.get("RANK", 0))                         # torchrun sets both
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
-FORMAT = 9                                                    # version of the checkpoints
+FORMAT = 10                                                   # version of the checkpoints
 EVAL_WINDOWS = 64                                             # read in each validation
 REPORT_TOKENS = 2_000_000                                     # read at most in the final report
 SAMPLE = 200                                                  # tokens written at the end
