@@ -47,7 +47,7 @@ def opt(default, help, choices=None, low=0, high=2**31):
 @dataclass
 class Settings:
     """What a memory layer is. The defaults are those of ATLAS in the size tiny."""
-    n_head: int = opt(8, "number of heads; each has its own memory", low=1)
+    n_head: int = opt(6, "number of heads; each has its own memory", low=1)
     n_embd: int = opt(192, "width of the residual stream", low=1)
     head_dim: int = opt(16, "width of a head; 0: n_embd / n_head")
     memory: str = opt(

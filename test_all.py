@@ -1967,26 +1967,78 @@ def test_commands_in_documents_parse():
                 assert not flag.startswith("--") or flag in said, (program, flags)
 
 
-def parts(c):
-    """Return the cells of README's table of parts, from a Config."""
-    deep = dict(linear="linear", mlp=f"MLP, expansion {c.expansion}")
+def measured(preset, size):
+    """Measure the rule of a model with open gates: what Newton-Schulz takes, how long its result is
+    as a multiple of step, and what a pair's gradient is divided by. Return cells of README's table
+    of parts."""
+    config = models.configure(preset, size, n_head=1, head_dim=4, n_embd=8, n_layer=1)
+    layer = models.Memory(config).double()
+    T = config.chunk
+    k, v, one = unit(1, 1, T, 4), randn(1, 1, T, 4), torch.ones(1, 1, T).double()
+
+    def write(step, gate, n):
+        """Return what a query for the first key reads after it, and W - M0 after n tokens."""
+        gates = Gates(one, step * one, 0 * one if config.momentum else None,
+                      gate * one[..., None].expand(-1, -1, -1, config.window))
+        gates = Gates(*(a if a is None else a[:, :, :n] for a in gates))
+        q, fast = k[:, :, :n], layer.start(k).fast
+        y, fast = layer.learn(q, k[:, :, :n], v[:, :, :n], gates, fast)
+        W, _ = chunks.weights(layer.rule, layer.phi, layer.with_M0(fast, layer.M0))
+        return y[0, 0, 0], [(w - m) / step for w, m in zip(W, layer.M0)]
+
+    # Newton-Schulz does not see how long a gradient is
+    y, W = write(1e-3, 1, T)
+    longer, more = write(1e-3, 2, T)
+    of = "nothing"
+    if torch.allclose(y, longer, 0, 1e-9):
+        of, W = "S_t", write(1e-3, 1, 1)[1]
+    elif all(map(torch.allclose, W, more)):
+        of, W = "the chunk's sum", [w / T for w in W]
+    length = "-"
+    if of != "nothing":
+        largest = [torch.linalg.matrix_norm(w, 2).max() for w in W]
+        assert all(0.65 < norm < 1.25 for norm in largest), largest
+        length = f"0.7 - 1.2 times {'step' if of == 'S_t' else 'its sum'}"
+
+    learned, _ = write(1.0, 1, 1)                             # a step of 1 learns a pair whole
+    divided = "x . x" if torch.allclose(learned, v[0, 0, 0]) else "nothing"
+    return [of, length, divided]
+
+
+def starts(config):
+    """Return where the gates of a layer start, as a cell of README's table of parts."""
+    layer = models.Memory(config)
+    layer.gates.weight.data.zero_()
+    _, step, momentum, gate, _ = layer.make_gates(torch.zeros(1, 1, config.n_embd))
+    share = step / layer.most(momentum)
+    numbers = [share[0, 0, 0], momentum[0, 0, 0], config.window * gate[0, 0, 0, 0]]
+    return ", ".join(f"{a:g}" for a in numbers)
+
+
+def parts(preset, size):
+    """Return the cells of README's table of parts."""
+    c = models.configure(preset, size)
+    of, length, divided = measured(preset, size)
     return [
-        c.window,
+        f"{c.window}",
         c.error,
-        c.chunk,
+        f"{c.chunk}",
         "yes" if c.momentum else "no",
-        f"{c.ns_coefficients}, {c.ns_steps} steps" if c.muon else "none",
-        "once a chunk" if c.muon else "not here",
+        of,
+        length,
+        "-" if of == "nothing" else f"{c.ns_coefficients}, {c.ns_steps}",
+        divided,
+        "matrix" if c.memory == "linear" else f"MLP x {c.expansion}",
         f"{c.features}, degree {c.degree}",
-        deep[c.memory],
-        "not here",
+        starts(c),
+        "no",
         c.forget,
         f"{c.max_norm:g}",
         f"block {c.lookback}"]
 
 
 def test_readme_table_of_parts():
-    """Catches a cell that is not what models.configure gives."""
+    """Catches a cell that is not what runs: half of them are measured."""
     table = README.split("in the paper and here\n")[1].split("\n\n")[0]
     rows = [line.split("|")[3:-1] for line in table.splitlines()[2:]]
     columns = [[cell.strip() for cell in column] for column in zip(*rows)]
@@ -1994,7 +2046,7 @@ def test_readme_table_of_parts():
     sizes = "tiny baby 170m tiny 195m 340m 760m 1.3b".split()
     for column, size in zip(columns, sizes, strict=True):
         preset = "atlas-delta" if column is columns[3] else "atlas"
-        assert column == [str(cell) for cell in parts(models.configure(preset, size))]
+        assert column == parts(preset, size)
 
 
 def test_links():
