@@ -36,16 +36,16 @@ token. O_s = NS(S_s), as the paper has it. X has the rows x_i, and D_s the rows 
 
     S_s = X^T D_s + momprod_s S_0
 
-Each S_s has a row for each feature, and there is one for each token: too many numbers. But NS(S) =
-S R, where R comes from S^T S (muon.py), which is small. Neither that nor what r reads needs S_s:
+Each S_s is as large as W, and a chunk has one for each token: too many numbers. But NS(S) = S R,
+where R comes from S^T S alone (muon.py), and is only (out x out). Neither S^T S nor what r reads
+needs S_s itself:
 
     S_s^T S_s = D_s^T (X S_s) + momprod_s (S_0^T S_s)
         X S_s = (X X^T) D_s + momprod_s X S_0,    S_0^T S_s = (X S_0)^T D_s + momprod_s S_0^T S_0
         r S_s = (r X^T) D_s + momprod_s r S_0
         r U_t = sum_s Write[t, s] (r S_s) R_s
 
-In the code D holds D_1, D_2, .. side by side and R holds R_1, R_2, .. one above another, so a
-product serves all tokens of the chunk.
+In the code D holds D_1, D_2, .. side by side, so a product serves all tokens of the chunk.
 
 chunk. Within the chunk plain steps are read, as with none. At its end NS takes the whole sum: W_end
 = keepprod W_0 - due NS(U), where due is the sum of Write's last row (choice 15). The last token
@@ -54,14 +54,14 @@ reads W_end. This is for matrices so wide that R_s for each token would cost too
 With error = "token" (a window of 1 and none; choice 24) d_i = E_i / |x_i|^2, where E_i is what x_i
 reads after token i - 1, less its target v_i. That is the reading above with the coefficients of the
 token before: P', drift' and keepprod' are P, drift and keepprod moved down by one row (keepprod'
-begins with 1, the others with 0). D, V and E have the rows d_i, v_i and E_i:
+begins with 1, the others with 0). Without indices, X, d, v and E have a row for each token:
 
-    E = keepprod' X W_0 - drift' X S_0 - (P' * (X X^T)) D - V          * entry by entry
+    E = keepprod' X W_0 - drift' X S_0 - (P' * (X X^T)) d - v          * entry by entry
     (I + A) E = E_0,   A[t, i] = P'[t, i] (x_t . x_i) / |x_i|^2
 
 E_0 are the errors that there would be if the chunk had no pairs. A is strictly lower triangular, so
-one triangular solve gives E. In a deep memory this holds for the last matrix; the others learn from
-errors at the chunk's start.
+one triangular solve gives E. In a deep memory this holds for the last matrix. From there d goes
+back to the others through the memory at the chunk's start.
 """
 from itertools import repeat
 from typing import NamedTuple
@@ -80,8 +80,8 @@ class Mix(NamedTuple):
     """The coefficients of a chunk of c tokens and n pairs."""
     Write: torch.Tensor                   # (N, c, c) of O_s in U_t
     keepprod: torch.Tensor                # (N, c, 1) of W_0 in W_t
-    Pairs: torch.Tensor                   # (N, c, n) of the pairs in S_t; but for muon = "token"
-                                          # (N, 1, n), of the last token alone
+    Pairs: torch.Tensor                   # of the pairs in S_t: (N, c, n) if muon = "token", else
+                                          # (N, 1, n), for the last token alone
     P: torch.Tensor                       # (N, c, n) of the pairs in U_t if O_s = S_s
     momprod: torch.Tensor | None = None   # (N, c, 1) of S_0 in S_t; None without momentum
     drift: torch.Tensor | None = None     # (N, c, 1) of S_0 in U_t if O_s = S_s
@@ -112,8 +112,8 @@ def coefficients(rule, gates):
     Keep, keepprod = decays(gates.keep)
     Write = Keep * gates.step[:, None]
     if gates.momentum is None:
-        Mom, rows = torch.eye(Write.shape[1], dtype=Write.dtype, device=Write.device), Write
-        Mom, momprod, drift = Mom.expand_as(Write), None, None
+        I = torch.eye(Write.shape[1], dtype=Write.dtype, device=Write.device)
+        Mom, rows, momprod, drift = I.expand_as(Write), Write, None, None
     else:
         Mom, momprod = decays(gates.momentum)
         rows, drift = Write @ Mom, Write @ momprod
@@ -162,7 +162,7 @@ def learn(rule, phi, mix, k, v, M0, W, S):
     learned = [Learned(*xd) for xd in memory.gradients(kind, W_0, x, a, z, d)]
     if rule.muon == "token":
         with without_autocast(k):
-            return [at_each_token(rule, mix, a, s) for a, s in zip(learned, S or repeat(None))]
+            return [at_each_token(rule, mix, *pair) for pair in zip(learned, S or repeat(None))]
     return learned
 
 
@@ -188,9 +188,9 @@ def errors_at_tokens(rule, phi, mix, k, v, M0, W, S, x):
         return E / size
 
 
-def at_each_token(rule, mix, a, S):
-    """Return `a` with D and R. S is the matrix S_0, or None without momentum."""
-    x, d = a.x.to(mix.Pairs.dtype), a.d.to(mix.Pairs.dtype)
+def at_each_token(rule, mix, pairs, S):
+    """Return pairs, a Learned, with D and R. S is the matrix S_0, or None without momentum."""
+    x, d = (a.to(mix.Pairs.dtype) for a in pairs[:2])         # a bfloat16 has too few digits
     weight = mix.Pairs.mT[..., None]                          # (N, n, c, 1)
     D = weight * d[:, :, None]                                # (N, n, c, out)
     XS = ((x @ x.mT) @ D.flatten(2)).view_as(D)               # X S_s, so far without S_0
@@ -216,51 +216,52 @@ def total(rows, x, d):
 def write(rule, mix, learned, W, S, newton):
     """Return W and S at the end of a chunk. newton: whether Newton-Schulz ends it."""
     W_end, S_end = [], []
-    for a, w, s in zip(learned, W, S or repeat(None)):
-        if a.R is None:                                                              # Eq 16
-            U = total(mix.P[:, -1:], a.x, a.d)
+    for (x, d, D, R), w, s in zip(learned, W, S or repeat(None)):
+        if R is None:
+            U = total(mix.P[:, -1:], x, d)
             if s is not None:
                 U = U + mix.drift[:, -1:] * s
-        else:                                                 # sum_s Write[c, s] S_s R_s: Eq 41
-            R = mix.Write[:, -1, :, None, None] * a.R
-            U = a.x.mT @ (a.D @ R.flatten(1, 2))
+        else:                                                 # sum_s Write[c, s] S_s R_s
+            WR = mix.Write[:, -1, :, None, None] * R
+            U = x.mT @ (D @ WR.flatten(1, 2))
             if s is not None:
-                U = U + s @ (mix.momprod[..., None] * R).sum(1)
+                U = U + s @ (mix.momprod[..., None] * WR).sum(1)
         if newton:
             with without_autocast(U):                                                # choice 15
                 due = mix.Write[:, -1:].sum(-1, keepdim=True)
                 U = due * newton_schulz(U, rule.ns_steps, rule.ns_coefficients)
 
-        W_end.append(mix.keepprod[:, -1:] * w - U)
-        if s is not None:                                                            # Eq 33
-            S_end.append(total(mix.Pairs[:, -1:], a.x, a.d) + mix.momprod[:, -1:] * s)
+        W_end.append(mix.keepprod[:, -1:] * w - U)                                   # Eq 16, 32
+        if s is not None:                                                            # Eq 39
+            S_end.append(total(mix.Pairs[:, -1:], x, d) + mix.momprod[:, -1:] * s)
     return W_end, S_end
 
 
 def read(rule, phi, mix, q, k, M0, W, S, learned, W_end=None):
     """Return what the queries q read: y (N, c, D). W_end is what the last token reads where
     Newton-Schulz ends the chunk."""
-    def read_matrix(i, rows):                                 # r W_t of each row r, as above
-        a = learned[i]
+    def read_matrix(i, rows):
+        """Return r_t W_t, where rows has r_t for each token t."""
+        x, d, D, R = learned[i]
         if i < memory.firsts(rule.memory):                    # rows are phi(q)
-            scores = phi.inner(q, k, rows, a.x)
+            scores = phi.inner(q, k, rows, x)
         else:
-            scores = rows @ a.x.mT
+            scores = rows @ x.mT
 
-        if a.R is None:
-            U = (mix.P * scores) @ a.d
+        if R is None:
+            rU = (mix.P * scores) @ d
             if S:
-                U = U + mix.drift * (rows @ S[i])
+                rU = rU + mix.drift * (rows @ S[i])
         else:
-            rS = (scores @ a.D).unflatten(2, a.R.shape[1:3])  # r_t S_s: (N, t, s, out)
+            rS = (scores @ D).unflatten(2, R.shape[1:3])      # r_t S_s: (N, t, s, out)
             if S:
                 rS = rS + mix.momprod[:, None] * (rows @ S[i])[:, :, None]
-            U = (mix.Write[..., None] * rS).flatten(2) @ a.R.flatten(1, 2)
+            rU = (mix.Write[..., None] * rS).flatten(2) @ R.flatten(1, 2)
 
-        y = mix.keepprod * (rows @ W[i]) - U
+        rW = mix.keepprod * (rows @ W[i]) - rU
         if W_end:
-            y = torch.cat([y[:, :-1], rows[:, -1:] @ W_end[i]], 1)
-        return y + rows @ M0[i] if M0 else y
+            rW = torch.cat([rW[:, :-1], rows[:, -1:] @ W_end[i]], 1)
+        return rW + rows @ M0[i] if M0 else rW
 
     a = memory.hidden(rule.memory, features(phi, q), read_matrix)
     f = read_matrix(len(learned) - 1, a)
@@ -321,7 +322,7 @@ def run_all(rule, phi, q, k, v, gates, state, one_chunk=None):
     def by_sequence(matrices):
         return [a.unflatten(0, (B, H)) for a in matrices]
 
-    def cut(a):                                               # its gradient is one concatenation
+    def cut(a):                           # split, because its gradient is one concatenation
         return repeat(None) if a is None else a.flatten(0, 1).split(rule.chunk, 1)
 
     # a part for each chunk

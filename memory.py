@@ -23,8 +23,8 @@ Symbols (Titans and ATLAS swap eta and theta, so the code uses words):
     step       eta_t        -             inner step size, > 0  (choice 4)
     momentum   theta_t      eta_t         momentum decay, in [0, 1)
     gate       gamma_i^(t)  theta_t       weight of the i-th window token at step t: `window` values
-                                          per token. Titans' theta_t is the step, but it stands
-                                          where gate does, inside of S (whose sign is the other)
+                                          per token. (Titans' step multiplies the gradient, as gate
+                                          does here, and its S has the other sign)
     window     c            1             tokens that the Omega rule looks back on
     chunk      b            b             tokens that learn together, from one anchor
     anchor     M_t'         -             the memory before a chunk, where its gradients are taken

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import chunks
 from dot import DotMemory
 from layer import Memory, Norm, Settings, UserError, check, check_settings, map_state, opt
-from memory import at_least_float32
+from memory import MEMORIES, at_least_float32
 from poly import Features, features_dim
 from shards import ShardedMemory
 from wiring import WIRINGS, Attention, Wiring

@@ -8,8 +8,9 @@ The coefficients "muon" are from Jordan et al. 2024. Five steps take singular va
 coefficients "cubic" they do, slowly: X converges to the nearest semi-orthogonal matrix (the paper's
 k -> infinity).
 
-`newton_schulz_ref` is this text. The other functions use that (X X^T) X = X (X^T X). So a step
-multiplies X from the right, by a polynomial Q of the small Gram matrix G = X^T X:
+`newton_schulz_ref` is this text. The other functions rely on (X X^T) X = X (X^T X): a step
+multiplies X from the right, by a polynomial Q of the Gram matrix G = X^T X, which is small if X is
+tall:
 
     Q = a I + b G + c G^2,   X <- X Q,   G <- Q G Q
 
@@ -19,7 +20,7 @@ matrix at hand, and takes 0.6 to 0.9 of the reference's time.
 
 G's eigenvalues are the squares of X's singular values, so small ones have few correct digits, and
 each step magnifies their rounding errors. `newton_schulz` therefore computes G from X again after
-GRAM_STEPS steps. `right_factor` cannot, so in float32 it takes at most MOST_STEPS steps.
+GRAM_STEPS steps. `right_factor` cannot: in float32, more than MOST_STEPS steps spoil it.
 
 The outer optimizer Muon is in train.py. It uses the same function.
 """
@@ -63,10 +64,10 @@ def factor(G, steps, coefficients):
     a, b, c = COEFFICIENTS[coefficients]
     I = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     for step in range(steps):
+        if step:
+            G = Q @ G @ Q
         Q = torch.baddbmm(G, G, G, beta=b, alpha=c) + a * I              # Q = a I + b G + c G G
         R = R @ Q if step else Q
-        if step < steps - 1:
-            G = Q @ G @ Q
     return R
 
 

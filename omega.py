@@ -1,19 +1,19 @@
 """omega.py - how the memory learns at test time: the Omega rule, momentum and Newton-Schulz.
 
 `paper` is the rule as printed (ATLAS 3 - 5), for one sequence and head. `omega_ref` is the rule as
-this project runs it, for all sequences and heads at once. It has any loss, and it goes on from a
-state. Three more things are new:
+this project runs it, for all sequences and heads at once. It goes on from a state, and has more to
+choose from (class Rule):
 
     chunk              All gradients of a chunk are taken at the memory before it, the anchor (Eq
                        16). The places where chunks begin are called boundaries.
     muon = "chunk"     One Newton-Schulz, at the end of a chunk, takes the sum U of all its steps.
                        Until then queries read plain steps (choice 15).
     error = "token"    A pair's error is measured at the token before, with the last matrix as it is
-                       then. Its gradient is divided by |x|^2, where x is what enters that matrix
-                       (choice 24).
+                       then. Its gradient is divided by |x|^2 (at least 0.5), where x is what
+                       enters that matrix (choice 24).
 
-With muon = "token" and chunk = 1, any window, and the other defaults of Rule `omega_ref` is
-`paper`. chunks.py computes the same function fast.
+`omega_ref` is `paper` if muon = "token", chunk = 1, and all other fields of Rule but window have
+their defaults. chunks.py computes the same function fast.
 
 With forget = "start", what `omega_ref` and chunks.py call W is the difference W - M0, so that
 keep * W decays toward M0; `plus` adds M0 where the memory is applied (choice 21). memory.py lists
@@ -71,8 +71,8 @@ class Rule(NamedTuple):
 
     @property
     def solves(self):
-        """Return whether chunks.py solves a system for the errors. It can for the l2 loss without
-        norm. The dot loss needs no system, because its error is -v."""
+        """Return whether chunks.py solves a system for the errors. It can for the l2 loss. The dot
+        loss has the error -v at any memory."""
         return self.error == "token" and self.loss != "dot"
 
     def bound(self, W):
