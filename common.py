@@ -354,8 +354,6 @@ def setup(name, threads):
         raise UserError(f"--device {name}: torch finds no such device here; use --device cpu")
     torch.set_flush_denormal(True)                            # numbers below 1e-38 slow a CPU down
     torch.set_num_threads(threads or torch.get_num_threads())
-    if name == "cuda":
-        torch.set_float32_matmul_precision("high")            # TF32
     return torch.device(name)
 
 

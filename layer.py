@@ -378,6 +378,9 @@ class Memory(nn.Module):
                                  "shards: a shard) begins")
             gates = gates._replace(reset=reset[:, None].expand_as(gates.keep))
 
+        exact = torch.get_float32_matmul_precision() == "highest"            # no TF32
+        if x.is_cuda and self.rule.muon == "token" and not exact:
+            raise ValueError("muon token needs torch.set_float32_matmul_precision('highest')")
         autocast = nullcontext() if x.device.type in self.autocast_on else without_autocast(x)
         with autocast:
             y, fast = self.learn(q, k, v, gates, state.fast)

@@ -20,7 +20,8 @@ matrix at hand, and takes 0.6 to 0.9 of the reference's time.
 
 G's eigenvalues are the squares of X's singular values, so small ones have few correct digits, and
 each step magnifies their rounding errors. `newton_schulz` therefore computes G from X again after
-GRAM_STEPS steps. `right_factor` cannot: in float32, more than MOST_STEPS steps spoil it.
+GRAM_STEPS steps. `right_factor` cannot: in float32, more than MOST_STEPS steps spoil it, and so
+does TF32, the shorter float32 of GPUs.
 
 The outer optimizer Muon is in train.py. It uses the same function.
 """

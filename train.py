@@ -598,6 +598,8 @@ def launch(given, settings=settings, make_task=Text):
                             f"--data {tc.data}; give that")
 
         # build
+        if device.type == "cuda" and config.muon != "token":  # which needs all digits (muon.py)
+            torch.set_float32_matmul_precision("high")        # TF32
         torch.manual_seed(tc.seed)
         config.vocab_size = task.vocab_size
         model = rebuild(old, config)[0] if old else LM(config)
