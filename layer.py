@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 import chunks
 import memory
 import omega
 import poly
-from memory import LOSSES, MEMORIES, at_least_float32, unit, without_autocast
+from memory import (LOSSES, MEMORIES, at_least_float32, unit, with_direction,
+                    without_autocast)
 from muon import COEFFICIENTS, MOST_STEPS
 
 
@@ -152,7 +152,7 @@ class Norm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], eps=2**-23) * self.weight
+        return F.rms_norm(with_direction(x), x.shape[-1:], eps=2**-23) * self.weight
 
 
 def heads(x, H):
@@ -305,10 +305,10 @@ class Memory(nn.Module):
         """Return the omega.Gates of x, token by token: keep, step, momentum (B, H, T) and gate
         (B, H, T, window)."""
         c = self.config
-        # the linear map in float32; functional_call also runs what stands in its place, as a LoRA
-        weights = self.gates.named_parameters()
-        weights = {name: at_least_float32(p) for name, p in weights}
-        raw = functional_call(self.gates, weights, at_least_float32(x))
+        if type(self.gates) is nn.Linear:
+            raw = F.linear(*map(at_least_float32, (x, self.gates.weight, self.gates.bias)))
+        else:                             # what may stand in its place, as a LoRA
+            raw = at_least_float32(self.gates(x.to(self.norm.weight.dtype)))
         keep, step, momentum, gate = heads(raw, c.n_head).split(self.n_gates, -1)
 
         opened = step.squeeze(-1).sigmoid().square()          # o of choice 16; a square closes well
@@ -336,9 +336,10 @@ class Memory(nn.Module):
 
     def with_M0(self, fast, M0):
         """Return the omega.State `fast`, completed by the layer's M0 where W is counted from it.
-        Raises ValueError if something has cast the state to 16 bits."""
-        if fast.W[0].element_size() < 4:
-            raise ValueError("the state's fast weights were cast to 16 bits; "
+        Raises ValueError if it has another type than the layer's states."""
+        here, there = at_least_float32(self.norm.weight).dtype, fast.W[0].dtype
+        if there != here:
+            raise ValueError(f"the state's fast weights are {there}, not {here}; "
                              "with FSDP give cast_forward_inputs=False")
         if self.config.forget == "zero":
             return fast
@@ -365,7 +366,8 @@ class Memory(nn.Module):
         A token of NaN or infinity spoils all outputs of its chunk, even those before it; if it is
         masked it spoils none."""
         x = check_input(self, x, state, mask, reset)
-        state = state or self.start(x)
+        if state is None:
+            state = self.start(x)
         docs = number(x, mask, reset, state.docs, self.past)
 
         q, k, v, gates, tail = self.project(x, state, docs)
@@ -481,7 +483,7 @@ def check_input(layer, x, state, mask, reset):
         if marks is not None and (marks.shape != x.shape[:2] or marks.dtype != torch.bool):
             raise ValueError(f"mask and reset are bool {tuple(x.shape[:2])}, not {marks.dtype} "
                              f"{tuple(marks.shape)}")
-    if state:
+    if state is not None:
         check_state(layer, state, len(x))
     if mask is None:
         return x

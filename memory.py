@@ -57,9 +57,14 @@ def at_least_float32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def with_direction(x):
+    """Return x, but 0 without a gradient where a vector is too short to have a direction."""
+    return x.where(x.detach().abs().amax(-1, keepdim=True) > 1e-6, 0)
+
+
 def unit(x):
     """Return x / |x|, and 0 for 0, in float32 at least."""
-    return F.normalize(at_least_float32(x), dim=-1, eps=1e-6)
+    return F.normalize(with_direction(at_least_float32(x)), dim=-1)
 
 
 def shapes(kind, e, width, d):

@@ -281,7 +281,8 @@ class LM(nn.Module):
             x = x * self.config.n_embd ** 0.5
 
         n, states = len(self.blocks), []
-        state = state or [None] * n
+        if state is None:
+            state = [None] * n
         if hasattr(state, "_fields") or len(state) != n:
             raise ValueError("a model takes a tuple of the states of its layers; its n_layer is "
                              f"{len(state)}, not {n}")
@@ -302,7 +303,7 @@ class LM(nn.Module):
             raise ValueError(f"targets are (B, T) {tuple(tokens.shape)}, not "
                              f"{tuple(targets.shape)}")
         logits, _ = self(tokens, None, mask, reset)
-        logits = at_least_float32(logits).flatten(0, 1)
+        logits, targets = at_least_float32(logits).flatten(0, 1), targets.long()
         if mask is not None:
             targets = targets.masked_fill(~mask, -100)
         loss = F.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
@@ -310,9 +311,9 @@ class LM(nn.Module):
 
         for block in self.blocks if self.config.polarise else ():
             undecided = torch.cat(block.layer.undecided, 1)                  # (B, T)
-            if mask is not None:
-                undecided = undecided[mask]
-            loss = loss + self.config.polarise / len(self.blocks) * undecided.mean()
+            real = torch.ones_like(undecided) if mask is None else mask
+            undecided = (undecided * real).sum() / real.sum().clamp_min(1)
+            loss = loss + self.config.polarise / len(self.blocks) * undecided
         return loss
 
     def compile_memory(self, **options):
@@ -349,10 +350,11 @@ class LM(nn.Module):
         below 0 or nan, and for a top_p above 1."""
         if not tokens.numel():
             raise ValueError("a prompt is (B, T >= 1); to begin with nothing, give a newline")
-        numbers = max_new_tokens, temperature, top_k, top_p
-        if not all(a >= 0 for a in numbers) or top_p > 1:     # nan >= 0 is False
-            raise ValueError("max_new_tokens, temperature, top_k and top_p are at least 0, and "
-                             f"top_p to 1, not {numbers}")
+        numbers = max_new_tokens, top_k, temperature, top_p
+        whole = all(isinstance(a, int) for a in numbers[:2])
+        if not whole or not all(a >= 0 for a in numbers) or top_p > 1:       # nan >= 0 is False
+            raise ValueError("max_new_tokens and top_k are whole numbers; they, temperature and "
+                             f"top_p are at least 0, and top_p to 1, not {numbers}")
         for _ in range(max(1, max_new_tokens)):               # for 0 new tokens read the prompt
             # without torch.compile, because lengths change: there would be too many shapes
             with torch.inference_mode(), torch.compiler.set_stance("force_eager"):

@@ -71,20 +71,19 @@ class Features(nn.Module):
         self.init()
 
     def init(self):
-        """Set the starting values. A seed always gives the same sketch, and checkpoints hold the
-        sketch. They do not hold the selections of monomials, which are computed anew."""
+        """Set the starting values. A seed always gives the same sketch, on every device."""
         with torch.no_grad():
             if self.kind not in ("none", "exp"):
                 factorials = [math.factorial(i) for i in range(self.degree + 1)]
                 self.scale.copy_(torch.tensor(factorials) ** -0.5)
             if self.kind == "sketch":
                 generator = torch.Generator().manual_seed(self.seed)
-                drawn = torch.randn(self.sketch.shape, generator=generator)
+                drawn = torch.randn(self.sketch.shape, generator=generator, device="cpu")
                 self.sketch.copy_(drawn / self.sketch.shape[2] ** 0.25)
             if self.kind == "monomial":
                 for p in range(2, self.degree + 1):
                     maps = selections(self.dim, p).to(self.scale.device)
-                    self.register_buffer(f"degree{p}", maps, persistent=False)
+                    self.register_buffer(f"degree{p}", maps)
 
     def forward(self, x):
         """Return phi(x): (.., dim) -> (.., out_dim)."""

@@ -123,6 +123,10 @@ class ShardedMemory(layer.Memory):
         kk = whole.W[0].new_zeros(len(x), c.n_head, c.head_dim, c.head_dim)
         return state._replace(fast=Shards((), whole, None, kk, 0))
 
+    def weights(self, state):
+        """Raise ValueError: there is not one memory to return."""
+        raise ValueError("a layer in shards has two memories; state.fast holds both")
+
     def learn(self, q, k, v, gates, fast):
         """Run both memories from the state `fast`, a Shards -> y (B, H, T, D), and the state after
         it. States are without M0, which belongs to the layer: it is put in before and taken out

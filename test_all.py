@@ -513,6 +513,8 @@ def value_of(text):
     """Return the value of a setting from its text: a bool, a number or a word."""
     if text in ("True", "False"):
         return text == "True"
+    if text in ("inf", "nan"):
+        return float(text)
     return int(text) if text.isdigit() else text
 
 
@@ -805,7 +807,7 @@ def test_a_switch_does_something(name, switch):
 # A state of omeganet with one of MISFITS is none of omeganet. `settings` must refuse all UNKNOWN.
 MISFITS = "window=2 chunk=8 muon=token wiring=mag n_head=1 shard=8 features=none".split()
 UNKNOWN = """error=tokens features=exp memory=MLP muon=off forget=Start chunk=0
-    error=token ns_steps=7""".split()
+    error=token ns_steps=7 max_norm=inf max_step=nan""".split()
 
 
 @torch.no_grad()
@@ -828,7 +830,14 @@ def test_bad_arguments_are_value_errors():
         ("T >= 1", next, model.generate(x[:, :0], 3)),
         ("at least 0", next, model.generate(x, 3, -1.0)),
         ("top_p", next, model.generate(x, 3, 1.0, 0, math.nan)),
+        ("whole", next, model.generate(x, 3.0)),
+        ("whole", next, model.generate(x, 3, 1.0, 2.5)),
         ("atlas", models.configure, "altas"),
+        ("state", layer, hidden, hidden[..., 0] > 0),         # a mask in the state's place
+        ("float64", deepcopy(model).double(), x, state),
+        ("two memories", made("atlas,shard=4").blocks[0].layer.weights, None),
+        ("tie", partial(models.configure, tie="False")),
+        ("n_layer", partial(models.configure, n_layer="2")),
     ]
     for switch in MISFITS:
         _, other = made(f"omeganet,{switch}")(x)
@@ -998,6 +1007,58 @@ def test_init_sets_all_starting_values(name):
     other = made(name).to("meta").to_empty(device="cpu")
     other.init()
     assert finite(other.state_dict())
+
+
+@some_models("atlas", "atlas,features=sketch", "deepomega", "omeganet,wiring=mac")
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_model_from_the_meta_device_loads(name, assign):
+    """Catches numbers that no checkpoint holds, a generator of another device."""
+    model, x = shaken(made(name)).float(), tokens(2, 9)
+    with torch.device("meta"):
+        other = made(name)
+    if not assign:
+        other.to_empty(device="cpu")
+        for a in (*other.parameters(), *other.buffers()):
+            a.data.fill_(math.nan)
+    other.load_state_dict(model.state_dict(), assign=assign)
+    assert torch.equal(other(x)[0], model(x)[0])
+
+
+@torch.no_grad()
+def test_forward_leaves_the_gates_alone(monkeypatch):
+    """Catches parameters swapped for a moment, which threads see; a wrapper that is passed by."""
+    layer, x = made("atlas").bfloat16().blocks[0].layer, torch.randn(2, 9, 16).bfloat16()
+    weight, linear, seen = layer.gates.weight, F.linear, []
+
+    def watched(*args):
+        seen.append(layer.gates.weight is weight)
+        return linear(*args)
+
+    monkeypatch.setattr(F, "linear", watched)
+    wanted = layer.make_gates(x)[:4]
+    assert seen == [True]
+    assert all(a.dtype == torch.float32 for a in wanted)
+    monkeypatch.undo()
+    layer.gates = torch.nn.Sequential(layer.gates)            # as a LoRA would wrap it
+    close(layer.make_gates(x)[:4], wanted, 0.02)
+
+
+@some_models("atlas,memory=linear,wiring=mac", "omeganet", "swa", "transformer")
+def test_a_vector_without_a_direction_passes_no_gradient(name):
+    """Catches an RMSNorm of zeros, which multiplies gradients by 2,896."""
+    model = made(name)
+    layer, x = model.blocks[0].layer, torch.randn(2, 9, 16)
+    x[:, 3:6] = 0
+    x.requires_grad_()
+    found = torch.autograd.grad(layer(x)[0].sum(), [x, *layer.parameters()], allow_unused=True)
+    assert all(a.norm() < 300 for a in found if a is not None)
+
+
+def test_polarise_where_all_is_masked():
+    """Catches the mean of nothing, which is NaN."""
+    model, x = made("atlas,wiring=mag,polarise=1"), tokens(2, 9)
+    assert finite(model.loss(x, x, torch.zeros_like(x).bool()))
+    close(model.loss(x, x.int()), model.loss(x, x), 0)
 
 
 @pytest.mark.parametrize("features", ["monomial", "sketch", "exp"])
