@@ -95,27 +95,29 @@ class Config(Settings):
 
 
 # ---- models and sizes
-# The models of the paper's Table 1, in the size tiny; results/README.md compares them. TTT lacks
-# its norm inside the memory, Moneta its retention by l_q. `atlas-delta` is ours, not the paper's.
+# The models of the paper's Table 1, in the size tiny; results/README.md compares them. Equations:
+# linear 45, deltanet 47, titans 12 and 13, dla 19, swla 55, deeptransformer 25, deepomega ("Dot")
+# 27, omeganet 10, atlas 9, 16, 32, 33 and 40, atlas++ 43. TTT lacks its norm inside the memory,
+# Moneta its retention by l_q. `atlas-delta` is ours, not the paper's.
 COLUMNS = "memory loss window error chunk momentum muon features keep".split()
 TABLE = {
-    #                   memory  loss window error chunk momentum muon features keep
-    "linear":          ("linear", "dot", 1, "chunk", 16, False, "none", "none", False),  # Eq 45
-    "ttt":             ("linear", "l2", 1, "chunk", 16, False, "none", "none", False),
-    "ttt-mlp":         ("mlp", "l2", 1, "chunk", 16, False, "none", "none", False),
-    "deltanet":        ("linear", "l2", 1, "token", 64, False, "none", "none", False),   # Eq 47
-    "gated-deltanet":  ("linear", "l2", 1, "token", 64, False, "none", "none", True),
-    "titans":          ("linear", "l2", 1, "chunk", 16, True, "none", "none", True),     # Eq 12, 13
-    "moneta":          ("mlp", "lp", 1, "chunk", 16, False, "none", "none", True),
-    "dla":             ("mlp", "dot", 1, "chunk", 16, False, "none", "monomial", True),  # Eq 19
-    "swla":            ("linear", "dot", 8, "chunk", 16, False, "none", "none", True),   # Eq 55
-    "deeptransformer": ("mlp", "dot", 1, "chunk", 16, False, "none", "exp", False),      # Eq 25
-    "swdt":            ("mlp", "dot", 8, "chunk", 16, False, "none", "exp", False),
-    "deepomega":       ("mlp", "l2", 8, "chunk", 16, False, "none", "exp", False),       # Eq 27
-    "omeganet":        ("linear", "l2", 8, "chunk", 16, False, "none", "monomial", True),   # Eq 10
-    "atlas":           ("linear", "l2", 8, "chunk", 16, True, "token", "monomial", True),   # Eq 32
-    "atlas++":         ("gated", "l2", 8, "chunk", 16, True, "chunk", "monomial", True),    # Eq 43
-    "atlas-delta":     ("linear", "l2", 1, "token", 64, True, "none", "monomial", True),
+    # memory, loss, window, error, chunk, momentum, muon, features, keep
+    "linear":          ("linear", "dot", 1, "chunk", 16, False, "none",  "none",     False),
+    "ttt":             ("linear", "l2",  1, "chunk", 16, False, "none",  "none",     False),
+    "ttt-mlp":         ("mlp",    "l2",  1, "chunk", 16, False, "none",  "none",     False),
+    "deltanet":        ("linear", "l2",  1, "token", 64, False, "none",  "none",     False),
+    "gated-deltanet":  ("linear", "l2",  1, "token", 64, False, "none",  "none",     True),
+    "titans":          ("linear", "l2",  1, "chunk", 16, True,  "none",  "none",     True),
+    "moneta":          ("mlp",    "lp",  1, "chunk", 16, False, "none",  "none",     True),
+    "dla":             ("mlp",    "dot", 1, "chunk", 16, False, "none",  "monomial", True),
+    "swla":            ("linear", "dot", 8, "chunk", 16, False, "none",  "none",     True),
+    "deeptransformer": ("mlp",    "dot", 1, "chunk", 16, False, "none",  "exp",      False),
+    "swdt":            ("mlp",    "dot", 8, "chunk", 16, False, "none",  "exp",      False),
+    "deepomega":       ("mlp",    "l2",  8, "chunk", 16, False, "none",  "exp",      False),
+    "omeganet":        ("linear", "l2",  8, "chunk", 16, False, "none",  "monomial", True),
+    "atlas":           ("linear", "l2",  8, "chunk", 16, True,  "token", "monomial", True),
+    "atlas++":         ("gated",  "l2",  8, "chunk", 16, True,  "chunk", "monomial", True),
+    "atlas-delta":     ("linear", "l2",  1, "token", 64, True,  "none",  "monomial", True),
 }
 PRESETS = {name: dict(zip(COLUMNS, row)) for name, row in TABLE.items()} | {
     "transformer": dict(attention=True, head_dim=0, attn_window=0),
