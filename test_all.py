@@ -15,6 +15,7 @@ import math
 import os
 import random
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -1529,6 +1530,14 @@ def test_passes_and_processes_make_one_batch(text, tmp_path):
     for out in "passes", "two":
         found = sum(log_of(tmp_path / out, "step", "loss", "grad_norm"), [])
         assert found == pytest.approx(wanted, rel=2e-3)
+
+
+def test_ranks_are_torchruns(monkeypatch):
+    """Catches a rank that a cluster left behind, with which a run writes nothing."""
+    monkeypatch.setenv("RANK", "")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = runpy.run_path(train.__file__)
+    assert (found["RANK"], found["PROCESSES"]) == (0, 1)
 
 
 HIDDEN = r"^blocks.*\b(qkv|out_gate|out|mlp\.gate|mlp\.up)\.weight$"

@@ -37,8 +37,9 @@ from layer import check, opt
 from models import LM, PRESETS, SIZES, Config, holds_all, sized
 from muon import newton_schulz
 
-RANK = int(os.environ.get("RANK", 0))                         # torchrun sets both
-PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+RANK, PROCESSES = 0, 1
+if dist.is_torchelastic_launched():                           # clusters, too, set these variables
+    RANK, PROCESSES = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FORMAT = 10                                                   # version of the checkpoints
 EVAL_WINDOWS = 64                                             # read in each validation
 REPORT_TOKENS = 2_000_000                                     # read at most in the final report
