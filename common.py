@@ -198,23 +198,23 @@ def run_task(parse, argv):
 @contextmanager
 def replacing(path):
     """Yield a temporary path to write to, and rename it to `path` at the end. So a crash leaves
-    either the old file or the new one, and never half a file."""
+    either the old file or the new one, and never half a file. Raises Halt if it cannot be
+    written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
         temporary.replace(path)
+    except (OSError, RuntimeError) as fault:                  # RuntimeError: torch on a full disk
+        raise Halt(f"cannot write {path} ({fault}); make room; older files are intact")
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def save_file(path, tree):
-    """Save a tree of tensors with torch.save. Raises Halt if the file cannot be written."""
-    try:
-        with replacing(path) as temporary:
-            torch.save(tree, temporary)
-    except (OSError, RuntimeError) as fault:                  # RuntimeError: torch on a full disk
-        raise Halt(f"cannot write {path} ({fault}); make room; older files are intact")
+    """Save a tree of tensors with torch.save."""
+    with replacing(path) as temporary:
+        torch.save(tree, temporary)
 
 
 def write_json(path, tree):

@@ -1183,16 +1183,22 @@ def test_shakespeare_without_a_network(tmp_path, monkeypatch, capsys):
 
 
 def test_files_folders_and_mixes(tmp_path, monkeypatch):
-    """Catches a hidden file that is read, weights that do nothing, mixed splits."""
+    """Catches a hidden file that is read, one that links bring twice, weights that do nothing,
+    mixed splits, a colon in a name that is taken for a mix."""
     monkeypatch.chdir(tmp_path)
     write({
-        "d/a.jsonl": '{"text": "To\u2028be", "title": "x"}\n{"text": " "}\n{"text": "or"}\n',
-        "d/sub/b.txt": "not",
+        "d/a.jsonl": '\ufeff{"text": "To\u2028be", "title": "x"}\n{"text": " "}\n\n'
+                     '{"text": "or"}\n\n',
+        "d/sub/B.TXT": "not",
+        "a:2": "colon",
         "d/no.md": "no",
         "d/.git/z.txt": "no",
         "c.txt": "c" * 90 + "C" * 10,
         "d.txt": "d" * 900 + "D" * 100})
+    for link, to in ("loop", "."), ("tub", "sub"):
+        Path("d", link).symlink_to(to)
     assert data.read("d").text.split(data.BORDER) == ["To\u2028be", "or", "not"]
+    assert data.read("a:2").text == "colon"
     mix = data.read("c.txt:1,d.txt:3")
     train, val = (BYTE.decode(ids[:]) for ids in mix.splits(BYTE, 4))
     assert train == "c" * 300 + "d" * 900                     # 1 : 3, in both
@@ -1234,9 +1240,25 @@ def test_token_files(tmp_path):
         assert part[:].dtype == np.uint16
         assert np.array_equal(part[:], ids)
     (out / "train_2.bin").write_bytes(wanted[1].astype("<u2").tobytes())
+    (out / "train_3.bin").symlink_to("train.bin")             # not once more
     train, _ = data.read(out).splits(BYTE, 8)
     n = len(wanted[0])
+    assert len(train) == n + len(wanted[1])
     assert train[n - 2:n + 3].tolist() == [*wanted[0][-2:], *wanted[1][:3]]
+
+    mix = f"{tmp_path}/t.txt:1,{out}:3"                       # mixed when they are made
+    assert data.main(f"--data {mix} --tokenizer byte --out {out}2".split()) == 0
+    mixed = zip(data.read(f"{out}2").splits(BYTE, 8), data.read(mix).splits(BYTE, 8))
+    assert all(np.array_equal(a[:], b[:]) for a, b in mixed)
+
+
+@pytest.mark.parametrize("broken", ["train.bin", "val.bin"])
+def test_token_files_come_both_or_not_at_all(broken, text, tmp_path, monkeypatch, capsys):
+    """Catches half a file, or one without the other, on a full disk, and an exit code of 0."""
+    (tmp_path / f"{broken}.tmp").symlink_to("/dev/full")      # writes fail at the last flush
+    assert broken in refused(capsys, data.main, f"--data {text} --out {tmp_path} --tokenizer byte",
+                             code=1)
+    assert not list(tmp_path.glob("*.bin*"))
 
 
 def test_documents_begin_at_chunks():
@@ -1683,6 +1705,10 @@ train --data empty                                  empty
 train --data latin                                  latin UTF-8
 train --data bad.jsonl                              bad.jsonl
 train --data odd                                    odd
+train --data wide --tokenizer byte                  wide uint16
+train --data own --tokenizer byte                   own input.txt
+train --data a.json                                 a.json row .jsonl
+train --init run --data two.jsonl --documents       run/best.pt --init
 train --data ''                                     --data empty
 train --out ''                                      --out empty
 train --resume                                      ckpt.pt
@@ -1723,7 +1749,11 @@ def test_a_mistake_is_one_line_that_names_it(line, trained, text, capsys, tmp_pa
         "empty": "\n\n",
         "latin": b"ab\xe9t\xe9",
         "bad.jsonl": '{"text": "a"}\n{"b": 1}',
-        "odd/train.bin": b"\1\0\1"})
+        "odd/train.bin": b"\1\0\1",
+        "wide/train.bin": b"\1\0\0\0" * 99,
+        "own/train.bin": b"\1\0" * 99, "own/val.bin": b"\1\0" * 99, "own/meta.pkl": "",
+        "a.json": '{"text":\n"a"}',
+        "two.jsonl": '{"text": "to be"}\n' * 99})
     before = contents(tmp_path)
     command, words = re.split("  +", line)
     program, flags = command.split(" ", 1)

@@ -262,10 +262,12 @@ class Text(Task):
             tokenizer = make_tokenizer(tc.tokenizer, corpus.text)
 
         # token files have no text; whether they have borders is not looked up
-        single = tokenizer.end is None or corpus.text and BORDER not in corpus.text
-        if tc.documents and single:
+        if tc.documents and corpus.text and BORDER not in corpus.text:
             raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder or "
                             "token files")
+        if tc.documents and tokenizer.end is None:
+            raise UserError(f"--documents: the vocabulary of {old['path']} has no {BORDER}; drop "
+                            "--documents or --init")
 
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
