@@ -164,7 +164,7 @@ def texts(name):
 
     files = [Path(name)]
     if files[0].is_dir():
-        files = sorted(text_files(files[0], {os.path.realpath(name)}), key=str)
+        files = sorted(text_files(files[0], set()), key=str)
     found = []
     for file in files:
         try:
@@ -180,9 +180,9 @@ def texts(name):
 def text_files(folder, seen):
     """Yield the .txt and .jsonl files in a folder and in the folders in it, but none that are
     hidden. `seen` collects what links may lead to again: each real file and folder counts once."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob("[!.]*")):
         real = os.path.realpath(path)
-        if path.name.startswith(".") or real in seen:
+        if real in seen:
             continue
         seen.add(real)
         if path.is_dir():
