@@ -166,7 +166,7 @@ def add_tasks(parser, tasks, plot, threads=0):
         task.add_argument("--json", metavar="FILE", help="write the results to FILE")
         if name in plot:
             task.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE",
-                              help="draw the results; without FILE in TASK.png")
+                              help="draw a .png, .pdf or .svg; without FILE TASK.png")
         add_device(task, threads)
     return group.choices.values()
 

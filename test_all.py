@@ -1163,7 +1163,7 @@ def small_gpt2(monkeypatch):
 def test_shakespeare_without_a_network(tmp_path, monkeypatch, capsys):
     """Catches a download that is repeated, a login page that is trained on, a silent fallback."""
     path = tmp_path / "new" / "shakespeare.txt"
-    served = [b"<html>log in</html>", b"To be"]
+    served = [b"<html>log in</html>", b"To be", b"To be"]
 
     def urlopen(url, timeout):
         if not served:
@@ -1176,12 +1176,15 @@ def test_shakespeare_without_a_network(tmp_path, monkeypatch, capsys):
     wrong = data.read("shakespeare")
     assert wrong == data.read("pydoc")
     assert "not comparable" in wrong.used
+    write({path.parent / "other": ""})
+    path.with_name("shakespeare.txt.tmp").symlink_to("/dev/full")
+    assert data.read("shakespeare") == wrong                  # the disk is full
     assert not path.exists()
     assert data.read("shakespeare").text == "To be"
     assert data.read("shakespeare").text == "To be"           # from the file
     path.unlink()
     assert data.read("shakespeare") == wrong
-    assert capsys.readouterr().err.count("\n") == 2
+    assert capsys.readouterr().err.count("\n") == 3
 
 
 def test_files_folders_and_mixes(tmp_path, monkeypatch):
@@ -1787,8 +1790,8 @@ train --resume                                      ckpt.pt
 train --resume --out run --steps 1                  --steps
 train --plot run gone                               gone
 train --init words                                  words
-train --data words --device cpu --wandb             --wandb login
-train --data words --out logs                       log.csv
+train --data words --steps 1 --wandb                --wandb login
+train --data words --out logs --steps 1             log.csv
 train --init run --data words --model titans        --model
 data --data words --tokenizer byte --out words      --out
 data --data words --out ''                          --out empty

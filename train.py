@@ -568,7 +568,8 @@ def begin_wandb(run):
         run["wandb"] = wandb.init(project="atlas", id=run["wandb"], resume="allow",
                                   config=run["train"]).id     # with it, --resume goes on there
     except Exception as fault:                                # its types are those of wandb
-        raise UserError(f"--wandb: {fault!r:.200}; pip install wandb and wandb login, or drop it")
+        raise UserError(f"--wandb: {fault!r:.200}; pip install wandb and wandb login, or drop the "
+                        "flag")
 
 
 def start_device(tc):
