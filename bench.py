@@ -104,9 +104,9 @@ def layer_task(args, device):
     for name in layers:
         speeds = [row["tokens_per_s"] for row in rows if row["name"] == name]
         lines[name] = args.lengths, speeds
+    yield results(device, rows)
     picture(args.plot, lines, "sequence length [tokens]",
             "forward + backward of one layer [tokens/s]", log="xy")
-    return results(device, rows)
 
 
 def rule_call(args, device, **differences):
@@ -133,7 +133,7 @@ def rule_task(args, device):
     for setting in RULES:
         columns = dict(zip(("memory", "window", "chunk", "muon", "shard"), setting))
         contestants.append((columns, rule_call(args, device, **columns)))
-    return results(device, race(contestants, args.batch_size * args.length, args.minutes))
+    yield results(device, race(contestants, args.batch_size * args.length, args.minutes))
 
 
 def peers_task(args, device):
@@ -161,7 +161,7 @@ def peers_task(args, device):
     for *row, layer in layers:
         columns = dict(zip(("name", "memory", "chunk", "muon"), row))
         contestants.append((columns, partial(both, layer, x)))
-    return results(device, race(contestants, args.batch_size * args.length, args.minutes))
+    yield results(device, race(contestants, args.batch_size * args.length, args.minutes))
 
 
 TASKS = dict(layer=layer_task, rule=rule_task, peers=peers_task)

@@ -2,7 +2,7 @@
 pictures and the device."""
 import argparse
 import csv
-import importlib.util
+import importlib
 import json
 import os
 import signal
@@ -54,7 +54,8 @@ def noted_signals(promise, alone=True):
     for number in signal.Signals:
         ignored = signal.getsignal(number) == signal.SIG_IGN  # as nohup does SIGHUP
         if number.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") and not ignored:
-            before[number] = signal.signal(number, note)
+            with suppress(ValueError):                        # in a thread none can be noted
+                before[number] = signal.signal(number, note)
     try:
         yield noted
     finally:
@@ -64,7 +65,10 @@ def noted_signals(promise, alone=True):
 
 def exit_code(task):
     """Run task() and return its exit code, 0 if it returns None. If it raises what can be told in
-    one line, print this on stderr; a KeyboardInterrupt may hold the number of a signal."""
+    one line, print this on stderr; a KeyboardInterrupt may hold the number of a signal. Characters
+    that stdout cannot encode become question marks."""
+    with suppress(AttributeError):                            # a notebook's stdout encodes all
+        sys.stdout.reconfigure(errors="replace")
     try:
         return task() or 0
     except BrokenPipeError:                                   # the reader has seen enough
@@ -162,7 +166,7 @@ def add_tasks(parser, tasks, plot, threads=0):
         task.add_argument("--json", metavar="FILE", help="write the results to FILE")
         if name in plot:
             task.add_argument("--plot", nargs="?", const=f"{name}.png", metavar="FILE",
-                              help="draw the results; without FILE in TASK.png")
+                              help="draw a .png, .pdf or .svg; without FILE TASK.png")
         add_device(task, threads)
     return group.choices.values()
 
@@ -181,15 +185,15 @@ def chosen(values, cls):
 
 
 def run_task(parse, argv):
-    """Run the task that the flags name, args.run(args, device), and write the dict that it returns
-    to the file of --json. Return the exit code."""
+    """Run the task that the flags name, args.run(args, device). Write the dict that it yields to
+    the file of --json; only then does the task draw. Return the exit code."""
     def run():
         args = parse(argv)
         check_picture(args.plot)
         check_output(args.json, args.mark)
-        results = args.run(args, setup(args.device, args.threads))
-        if args.json and results:
-            write_json(args.json, dict(program=args.mark, **results))
+        for results in args.run(args, setup(args.device, args.threads)) or ():
+            if args.json:
+                write_json(args.json, dict(program=args.mark, **results))
 
     return exit_code(run)
 
@@ -198,23 +202,23 @@ def run_task(parse, argv):
 @contextmanager
 def replacing(path):
     """Yield a temporary path to write to, and rename it to `path` at the end. So a crash leaves
-    either the old file or the new one, and never half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    either the old file or the new one, and never half a file. Raises Halt if it cannot be
+    written."""
     temporary = path.with_name(path.name + ".tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         temporary.replace(path)
+    except (OSError, RuntimeError) as fault:                  # RuntimeError: torch on a full disk
+        raise Halt(f"cannot write {path} ({fault}); make room; older files are intact")
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def save_file(path, tree):
-    """Save a tree of tensors with torch.save. Raises Halt if the file cannot be written."""
-    try:
-        with replacing(path) as temporary:
-            torch.save(tree, temporary)
-    except (OSError, RuntimeError) as fault:                  # RuntimeError: torch on a full disk
-        raise Halt(f"cannot write {path} ({fault}); make room; older files are intact")
+    """Save a tree of tensors with torch.save."""
+    with replacing(path) as temporary:
+        torch.save(tree, temporary)
 
 
 def write_json(path, tree):
@@ -233,12 +237,18 @@ def check_output(path, mark):
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(f"cannot write {path}; give another file, or make its folder")
     if path.exists() and mark.encode() not in path.read_bytes():
-        raise UserError(f"{path} was not written by this program; give another file")
+        raise UserError(f"{path} was not written by this program; give another file or folder")
 
 
 def check_picture(path):
     """Raise UserError if `picture` could not draw to this path."""
-    need("matplotlib", path)
+    try:
+        if path:
+            importlib.import_module("matplotlib.figure")
+    except Exception as fault:                                # of any type, as for another NumPy
+        raise UserError(f"--plot: {fault!r:.200}; pip install --force-reinstall matplotlib")
+    if Path(path or "").suffix.lower() not in ("", ".png", ".pdf", ".svg"):
+        raise UserError(f"--plot {path} does not end in .png, .pdf or .svg; give another name")
     check_output(path, "Matplotlib")
 
 
@@ -269,18 +279,11 @@ def locked(folder):
             folder.rmdir()
 
 
-def need(package, wanted=True):
-    """Raise UserError if an optional package is wanted but missing. Call it before the work
-    begins."""
-    if wanted and not importlib.util.find_spec(package):
-        raise UserError(f"this needs {package}: pip install {package}")
-
-
 def picture(path, lines, x, y, log="", level=None, marked=None):
-    """Draw lines {label: (xs, ys)} as a .png file; {label: (xs, ys, spreads)} get error bars. x and
-    y are the names of the axes, and an axis whose letter is in `log` is logarithmic. level is the
-    score of guessing, drawn as a dotted line; marked is (x, label) of a vertical line. Without a
-    path nothing is drawn."""
+    """Draw lines {label: (xs, ys)} as the ending of path says, else as .png; {label: (xs, ys,
+    spreads)} get error bars. x and y are the names of the axes, and an axis whose letter is in
+    `log` is logarithmic. level is the score of guessing, drawn as a dotted line; marked is (x,
+    label) of a vertical line. Without a path nothing is drawn."""
     if not path:
         return
 
@@ -288,6 +291,8 @@ def picture(path, lines, x, y, log="", level=None, marked=None):
     figure = Figure(layout="constrained")
     axes = figure.subplots()
     for label, (xs, *ys) in lines.items():
+        # a label that begins with "_" has no entry in the legend, and two "$" make mathtext
+        label = f" {label}".replace("$", r"\$")
         axes.errorbar(xs, *ys, label=label, marker=".", capsize=2)
 
     if level is not None:
@@ -303,19 +308,13 @@ def picture(path, lines, x, y, log="", level=None, marked=None):
     axes.set(xlabel=x, ylabel=y)
     figure.legend(loc="outside upper center", fontsize=8, ncols=2)
     with replacing(Path(path)) as temporary:
-        figure.savefig(temporary, dpi=100, format="png")
+        figure.savefig(temporary, dpi=100, format=Path(path).suffix[1:] or "png")
     say(f"wrote {path}")
 
 
 def plot(folders, columns=("loss", "val"), y="loss [nats/token]"):
     """Draw these columns of log.csv over the steps, for each of the runs in `folders`, to
     curves.png in the first folder. Raises UserError for a missing or damaged log."""
-    path = f"{folders[0]}/curves.png"
-    for out in folders:
-        if not Path(out, "log.csv").exists():
-            raise UserError(f"{out} holds no log.csv of a run; give --plot other folders")
-    check_picture(path)
-
     lines = {}
     for out in folders:
         try:
@@ -326,10 +325,13 @@ def plot(folders, columns=("loss", "val"), y="loss [nats/token]"):
                 if found:
                     steps = [int(row["step"]) for row in found]
                     lines[f"{out}: {name}"] = steps, [float(row[name]) for row in found]
-        except (KeyError, ValueError) as fault:
-            raise UserError(f"{out}/log.csv is damaged ({fault}); give --plot other folders")
+        except (OSError, KeyError, ValueError) as fault:
+            raise UserError(f"{out} holds no log.csv of a run, or a damaged one ({fault}); give "
+                            "--plot other folders")
     if not lines:
         raise UserError(f"there is nothing to draw in {folders} yet; give --plot other folders")
+    path = f"{folders[0]}/curves.png"
+    check_picture(path)
     picture(path, lines, "step", y)
 
 

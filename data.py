@@ -10,9 +10,9 @@ A document is a file of a folder or a row of .jsonl. Documents are joined to one
 several documents, too.
 """
 import codecs
-import glob
 import json
 import math
+import os
 import re
 import sys
 import urllib.request
@@ -25,7 +25,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from common import Parser, UserError, exit_code, locked, replacing, say, tell
+from common import Halt, Parser, UserError, exit_code, locked, replacing, say, tell
 
 SHAKESPEARE = Path(__file__).resolve().parent / "data" / "shakespeare.txt"
 SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"
@@ -114,7 +114,7 @@ def read(name):
     """
     weight_of = r"(.+):(?=.*[1-9])(\d*\.?\d+)"          # name:weight; a weight of 0 does not match
     weighted = [re.fullmatch(weight_of, part) for part in str(name).split(",")]
-    if all(weighted):
+    if all(weighted) and not os.path.exists(name):      # a file's name may have a colon
         mix = [(float(part[2]), read(part[1])) for part in weighted]
         used = ",".join(f"{part.used}:{weight:g}" for weight, part in mix)
         digests = " ".join(f"{part.sha256}:{weight}" for weight, part in mix)
@@ -122,6 +122,9 @@ def read(name):
         return Corpus(used, sha256(digests.encode()).hexdigest(), text, mix=tuple(mix))
 
     if any(Path(name).glob("*.bin")):
+        if Path(name, "meta.pkl").exists():             # of nanoGPT; a pickle could run any code
+            raise UserError(f"{name} has a vocabulary of its own, in meta.pkl, which is not read; "
+                            "give its text, input.txt")
         tokens = token_files(name, "train"), token_files(name, "val")
         digest = sha256()
         for part in tokens[0].parts + tokens[1].parts:
@@ -137,11 +140,15 @@ def token_files(folder, kind):
     """Return the ids in a folder's files kind*.bin (train*.bin or val*.bin), Joined. They are
     uint16, as nanoGPT writes them, and stay on the disk until they are used."""
     paths = sorted(Path(folder).glob(f"{kind}*.bin"))
+    paths = dict.fromkeys(map(os.path.realpath, paths))       # each file once, in spite of links
     if not paths:
         raise UserError(f"{folder} has .bin files, but no {kind}.bin; python data.py makes both")
     try:
-        return Joined([np.memmap(path, "<u2", "r") for path in paths])
-    except ValueError as fault:                         # no bytes, or an odd number of them
+        parts = [np.memmap(path, "<u2", "r") for path in paths]
+        if not all(part[::-2].any() for part in parts):
+            raise ValueError("every second is 0, as in uint32")
+        return Joined(parts)
+    except ValueError as fault:                         # also no bytes, or an odd number of them
         raise UserError(f"a {kind}*.bin in {folder} is not of uint16 ids: {fault}; make it again")
 
 
@@ -157,8 +164,7 @@ def texts(name):
 
     files = [Path(name)]
     if files[0].is_dir():
-        names = glob.glob("**", root_dir=name, recursive=True)        # none that are hidden
-        files = [Path(name, a) for a in sorted(names) if a.endswith((".txt", ".jsonl"))]
+        files = sorted(text_files(files[0], set()), key=str)
     found = []
     for file in files:
         try:
@@ -171,16 +177,33 @@ def texts(name):
     return str(name), found
 
 
+def text_files(folder, seen):
+    """Yield the .txt and .jsonl files in a folder and in the folders in it, but none that are
+    hidden. `seen` collects what links may lead to again: each real file and folder counts once."""
+    for path in sorted(folder.glob("[!.]*")):
+        real = os.path.realpath(path)
+        if real in seen:
+            continue
+        seen.add(real)
+        if path.is_dir():
+            yield from text_files(path, seen)
+        elif path.suffix.lower() in (".txt", ".jsonl"):
+            yield path
+
+
 def rows(path):
-    """Yield the documents of a file: its whole text, or the "text" of each row if it is .jsonl."""
-    if path.suffix != ".jsonl":
+    """Yield the documents of a file: its whole text, or the "text" of each row if it is .jsonl.
+    Blank rows are skipped."""
+    if ".json" not in path.suffix.lower():              # a .json that has no rows is refused below
         text = path.read_bytes().decode("utf-8-sig")
         if "\0" in text:
             raise ValueError("it is binary")
         yield text
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, row in enumerate(file, 1):
+            if row.isspace():
+                continue
             try:
                 text = json.loads(row)["text"]
                 text.encode()                           # fails for half of a surrogate pair
@@ -201,7 +224,7 @@ def download_shakespeare():
         with replacing(SHAKESPEARE) as temporary:
             temporary.write_bytes(text)
         return True
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, Halt) as fault:
         tell(f"data: cannot download {SHAKESPEARE} ({fault}); using pydoc, Python's help text")
         return False
 
@@ -423,16 +446,17 @@ def make_files(name, kind, out):
     with locked(out):
         if any(out.glob("*.bin")):
             raise UserError(f"{out} already holds token files; give another --out")
-        ids = make_tokenizer(kind, "").encode(BORDER.join(texts(name)[1]))
-        train, val = split(ids.astype("<u2"))
-        train.tofile(out / "train.bin")
-        val.tofile(out / "val.bin")
+        train, val = read(name).splits(make_tokenizer(kind, ""), 0)
+        with replacing(out / "train.bin") as first:     # both or none
+            first.write_bytes(train[:].astype("<u2"))
+            with replacing(out / "val.bin") as second:
+                second.write_bytes(val[:].astype("<u2"))
     say(f"data: {len(train):,} and {len(val):,} ids; use --data {out} --tokenizer {kind}")
 
 
 def main(argv=None):
     parser = Parser(prog="data.py", description=make_files.__doc__)
-    parser.add_argument("--data", required=True, help="a file or folder of .txt and .jsonl")
+    parser.add_argument("--data", required=True, help="a file, a folder, or a mix: a.txt:0.4,b:0.6")
     parser.add_argument("--tokenizer", default="gpt2", choices=("byte", "gpt2"), help="[gpt2]")
     parser.add_argument("--out", default="tokens", help="folder for the files [tokens]")
     args = parser.parse_args(argv)

@@ -120,9 +120,9 @@ def loss_task(args, device):
         if args.stream:
             stream(model, val, args.stream)
         lines[path] = curve(at)
+    yield lines
     picture(args.plot, lines, "tokens before", "loss [nats/token]", log="x",
             marked=(T, "longest text in training"))
-    return lines
 
 
 # ---- a stream without end
@@ -265,8 +265,8 @@ def probe_task(args, device):
         for name in "surprise", "untaught", "opened":
             lines[f"layer {i}: {name}"] = curve(at[name])
         kept.append({name: a.tolist() for name, a in at.items()})
+    yield dict(layers=kept)
     picture(args.plot, lines, "tokens before", "mean of all heads", log="x")
-    return dict(layers=kept)
 
 
 # ---- the rule by itself
@@ -353,8 +353,8 @@ def online_task(args, device):
             lines[name] = args.pairs, errors
             if kind == "correlated" and window < 16:
                 shown[name] = lines[name]
+    yield lines
     show_errors(args, lines, shown)
-    return lines
 
 
 def capacity_task(args, device):
@@ -370,8 +370,8 @@ def capacity_task(args, device):
             lines[f"{name}, {of}"] = args.pairs, errors
         errors = [least_squares(layer.phi, k, v) for k, v in drawn]
         lines[f"least squares, {of}"] = args.pairs, errors
+    yield lines
     show_errors(args, lines, lines)
-    return lines
 
 
 TASKS = dict(loss=loss_task, probe=probe_task, online=online_task, capacity=capacity_task)

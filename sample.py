@@ -39,13 +39,14 @@ def until(stop, pieces):
     yield waiting
 
 
-def read_prompt():
-    """Return the text of stdin, with its line ends unchanged. Raises UserError if it is not
-    UTF-8."""
+def read_prompt(given):
+    """Return the text of --prompt, or of stdin for "-", with its line ends unchanged. Raises
+    UserError if it is not UTF-8."""
     try:
-        return sys.stdin.buffer.read().decode("utf-8-sig")
-    except UnicodeDecodeError as fault:
-        raise UserError(f"the prompt is not UTF-8 (byte {fault.start}); convert it first")
+        raw = sys.stdin.buffer.read() if given == "-" else given.encode()
+        return raw.decode("utf-8-sig")
+    except UnicodeError as fault:
+        raise UserError(f"the prompt is not UTF-8 (at {fault.start}); convert it first")
 
 
 def load_state(path, origin, device):
@@ -67,7 +68,7 @@ def speak(args):
     if args.save_state and (args.num > 1 or args.stop):
         raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
     check_output(args.save_state, MARK)                       # it overwrites only such files
-    prompt = read_prompt() if args.prompt == "-" else args.prompt
+    prompt = read_prompt(args.prompt)
     device = setup(args.device, args.threads)
     ckpt = load_checkpoint(args.ckpt)
     model, tokenizer = rebuild(ckpt)

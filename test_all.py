@@ -15,13 +15,16 @@ import math
 import os
 import random
 import re
+import runpy
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import types
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from copy import deepcopy
 from functools import partial
@@ -1221,7 +1224,7 @@ def small_gpt2(monkeypatch):
 def test_shakespeare_without_a_network(tmp_path, monkeypatch, capsys):
     """Catches a download that is repeated, a login page that is trained on, a silent fallback."""
     path = tmp_path / "new" / "shakespeare.txt"
-    served = [b"<html>log in</html>", b"To be"]
+    served = [b"<html>log in</html>", b"To be", b"To be"]
 
     def urlopen(url, timeout):
         if not served:
@@ -1234,25 +1237,34 @@ def test_shakespeare_without_a_network(tmp_path, monkeypatch, capsys):
     wrong = data.read("shakespeare")
     assert wrong == data.read("pydoc")
     assert "not comparable" in wrong.used
+    write({path.parent / "other": ""})
+    path.with_name("shakespeare.txt.tmp").symlink_to("/dev/full")
+    assert data.read("shakespeare") == wrong                  # the disk is full
     assert not path.exists()
     assert data.read("shakespeare").text == "To be"
     assert data.read("shakespeare").text == "To be"           # from the file
     path.unlink()
     assert data.read("shakespeare") == wrong
-    assert capsys.readouterr().err.count("\n") == 2
+    assert capsys.readouterr().err.count("\n") == 3
 
 
 def test_files_folders_and_mixes(tmp_path, monkeypatch):
-    """Catches a hidden file that is read, weights that do nothing, mixed splits."""
+    """Catches a hidden file that is read, one that links bring twice, weights that do nothing,
+    mixed splits, a colon in a name that is taken for a mix."""
     monkeypatch.chdir(tmp_path)
     write({
-        "d/a.jsonl": '{"text": "To\u2028be", "title": "x"}\n{"text": " "}\n{"text": "or"}\n',
-        "d/sub/b.txt": "not",
+        "d/a.jsonl": '\ufeff{"text": "To\u2028be", "title": "x"}\n{"text": " "}\n\n'
+                     '{"text": "or"}\n\n',
+        "d/sub/B.TXT": "not",
+        "a:2": "colon",
         "d/no.md": "no",
         "d/.git/z.txt": "no",
         "c.txt": "c" * 90 + "C" * 10,
         "d.txt": "d" * 900 + "D" * 100})
+    for link, to in ("loop", "."), ("tub", "sub"):
+        Path("d", link).symlink_to(to)
     assert data.read("d").text.split(data.BORDER) == ["To\u2028be", "or", "not"]
+    assert data.read("a:2").text == "colon"
     mix = data.read("c.txt:1,d.txt:3")
     train, val = (BYTE.decode(ids[:]) for ids in mix.splits(BYTE, 4))
     assert train == "c" * 300 + "d" * 900                     # 1 : 3, in both
@@ -1294,9 +1306,25 @@ def test_token_files(tmp_path):
         assert part[:].dtype == np.uint16
         assert np.array_equal(part[:], ids)
     (out / "train_2.bin").write_bytes(wanted[1].astype("<u2").tobytes())
+    (out / "train_3.bin").symlink_to("train.bin")             # not once more
     train, _ = data.read(out).splits(BYTE, 8)
     n = len(wanted[0])
+    assert len(train) == n + len(wanted[1])
     assert train[n - 2:n + 3].tolist() == [*wanted[0][-2:], *wanted[1][:3]]
+
+    mix = f"{tmp_path}/t.txt:1,{out}:3"                       # mixed when they are made
+    assert data.main(f"--data {mix} --tokenizer byte --out {out}2".split()) == 0
+    mixed = zip(data.read(f"{out}2").splits(BYTE, 8), data.read(mix).splits(BYTE, 8))
+    assert all(np.array_equal(a[:], b[:]) for a, b in mixed)
+
+
+@pytest.mark.parametrize("broken", ["train.bin", "val.bin"])
+def test_token_files_come_both_or_not_at_all(broken, text, tmp_path, monkeypatch, capsys):
+    """Catches half a file, or one without the other, on a full disk, and an exit code of 0."""
+    (tmp_path / f"{broken}.tmp").symlink_to("/dev/full")      # writes fail at the last flush
+    assert broken in refused(capsys, data.main, f"--data {text} --out {tmp_path} --tokenizer byte",
+                             code=1)
+    assert not list(tmp_path.glob("*.bin*"))
 
 
 def test_documents_begin_at_chunks():
@@ -1578,6 +1606,61 @@ def test_a_signal_finishes_the_step_and_two_stop_at_once(names, step, text, tmp_
     assert signal.getsignal(numbers[0]) is before
 
 
+@pytest.mark.parametrize("lost", [1, 2, 4])
+def test_a_run_that_is_killed_while_it_saves(lost, text, trained, tmp_path, monkeypatch, capsys):
+    """Catches a best.pt that is older than ckpt.pt says, a folder that neither a new run nor
+    --resume takes. Saves 1 and 2 are those of step 4, and 3 and 4 those of step 8."""
+    real, names = train.save_file, []
+
+    def save_file(path, tree):
+        names.append(path.name)
+        if len(names) == lost:
+            raise KeyboardInterrupt
+        real(path, tree)
+
+    monkeypatch.setattr(train, "save_file", save_file)
+    assert go(text, tmp_path, FLAGS) == 130
+    if lost == 1:                                             # nothing is saved: begin again
+        assert go(text, tmp_path, FLAGS) == 0
+    else:
+        assert "--resume" in refused(capsys, train.main, f"{NET} --data {text} --out {tmp_path}")
+        best = saved(tmp_path, "best.pt")["best"]
+        assert all(train.load_checkpoint(path)["best"] >= best for path in tmp_path.glob("*.pt"))
+        assert goes_on(tmp_path) == 0
+    for name in "ckpt.pt", "best.pt":
+        close(saved(tmp_path, name)["model"], saved(trained, name)["model"], 0)
+
+
+def test_a_disk_that_is_full_for_the_log(text, tmp_path, monkeypatch, capsys):
+    """Catches a run that ends for want of a log, an old log that is lost, a fault without a name or
+    told at each step."""
+    def full(*_, **how):
+        raise OSError(28, "No space left on device")
+
+    def fill(model):
+        monkeypatch.setattr(csv, "DictWriter", full)
+        return 0
+
+    disturb(monkeypatch, 5, fill)
+    assert go(text, tmp_path, FLAGS) == 0
+    assert capsys.readouterr().err.count(f"cannot write {tmp_path}/log.csv ([Errno 28]") == 1
+    assert log_of(tmp_path, "step") == [[1]]
+    assert saved(tmp_path)["step"] == 10
+
+
+@pytest.mark.parametrize("flags, losses", [("--lr 10", ()), ("", [1.0, 0.8, 1.1])])
+def test_a_run_that_grew_worse_says_so(flags, losses, text, trained, tmp_path, monkeypatch, capsys):
+    """Catches a learning rate far too high, or a rising loss, that ends as if all were well."""
+    def measure(self, model):
+        return dict(val=losses.pop(0))
+
+    if losses:
+        monkeypatch.setattr(train.Text, "measure", measure)
+    assert go(text, tmp_path, f"{FLAGS} {flags}") == 0
+    assert "warning: the last validation" in capsys.readouterr().out.splitlines()[-1]
+    assert "warning" not in (trained.parent / "said").read_text()
+
+
 def test_passes_and_processes_make_one_batch(text, tmp_path):
     """Catches gradients of the wrong share, a process that draws what another does."""
     flags = "--steps 3 --log-every 1"
@@ -1590,6 +1673,14 @@ def test_passes_and_processes_make_one_batch(text, tmp_path):
     for out in "passes", "two":
         found = sum(log_of(tmp_path / out, "step", "loss", "grad_norm"), [])
         assert found == pytest.approx(wanted, rel=2e-3)
+
+
+def test_ranks_are_torchruns(monkeypatch):
+    """Catches a rank that a cluster left behind, with which a run writes nothing."""
+    monkeypatch.setenv("RANK", "")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = runpy.run_path(train.__file__)
+    assert (found["RANK"], found["PROCESSES"]) == (0, 1)
 
 
 HIDDEN = r"^blocks.*\b(qkv|out_gate|out|mlp\.gate|mlp\.up)\.weight$"
@@ -1691,6 +1782,21 @@ def test_exit_codes(fault, code, capsys):
     refused(capsys, lambda argv: common.exit_code(task), "", code)
 
 
+def test_a_terminal_that_cannot_encode_and_a_thread(monkeypatch):
+    """Catches a UnicodeEncodeError in the last line, signals that only the main thread notes."""
+    screen = io.TextIOWrapper(raw := io.BytesIO(), "cp1252")
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert common.exit_code(partial(common.say, "\u00e9\u4e2d")) == 0
+    assert raw.getvalue() == b"\xe9?\n"
+
+    def note():
+        with common.noted_signals("") as noted:
+            return noted
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(note).result() == []
+
+
 def test_documents_floor_and_probe(tmp_path):
     """Catches a run on documents that fails, a floor that eval.py does not load."""
     rows = [json.dumps(dict(text="abcdefg " * n)) for n in range(1, 20)]
@@ -1735,12 +1841,18 @@ train --data empty                                  empty
 train --data latin                                  latin UTF-8
 train --data bad.jsonl                              bad.jsonl
 train --data odd                                    odd
+train --data wide --tokenizer byte                  wide uint16
+train --data own --tokenizer byte                   own input.txt
+train --data a.json                                 a.json row .jsonl
+train --init run --data two.jsonl --documents       run/best.pt --init
 train --data ''                                     --data empty
 train --out ''                                      --out empty
 train --resume                                      ckpt.pt
 train --resume --out run --steps 1                  --steps
 train --plot run gone                               gone
 train --init words                                  words
+train --data words --steps 1 --wandb                --wandb login
+train --data words --out logs --steps 1             log.csv
 train --init run --data words --model titans        --model
 data --data words --tokenizer byte --out words      --out
 data --data words --out ''                          --out empty
@@ -1749,6 +1861,7 @@ sample --ckpt run --load-state words                words
 sample --ckpt run --save-state words                words
 sample --ckpt run --save-state run/best.pt          best.pt
 sample --ckpt run --device cpu --prompt \u00e9      \u00e9
+sample --ckpt run --device cpu --prompt \udce9       UTF-8
 sample --top-p 1.1                                  --top-p
 eval --ckpt gone                                    gone
 eval capacity --json run                            run
@@ -1775,7 +1888,14 @@ def test_a_mistake_is_one_line_that_names_it(line, trained, text, capsys, tmp_pa
         "empty": "\n\n",
         "latin": b"ab\xe9t\xe9",
         "bad.jsonl": '{"text": "a"}\n{"b": 1}',
-        "odd/train.bin": b"\1\0\1"})
+        "odd/train.bin": b"\1\0\1",
+        "wide/train.bin": b"\1\0\0\0" * 99,
+        "own/train.bin": b"\1\0" * 99, "own/val.bin": b"\1\0" * 99, "own/meta.pkl": "",
+        "logs/log.csv": "a,b",
+        "a.json": '{"text":\n"a"}',
+        "two.jsonl": '{"text": "to be"}\n' * 99})
+    no_login = types.SimpleNamespace(init=partial(int, "no login"))   # raises, as wandb does
+    monkeypatch.setitem(sys.modules, "wandb", no_login)
     before = contents(tmp_path)
     command, words = re.split("  +", line)
     program, flags = command.split(" ", 1)
@@ -1840,13 +1960,46 @@ def test_losses_of_a_checkpoint(trained, text, capsys):
     ("bench rule --length 16 --minutes 0 --width 64", 8),
     ("bench peers --length 16 --minutes 0 --width 64", 5),
     ("eval online --pairs 3 5", 24)])
-def test_a_table_is_whole(line, n, tmp_path):
-    """Catches a task that fails, or lacks a row."""
+def test_a_table_is_whole(line, n, tmp_path, monkeypatch):
+    """Catches a task that fails, or lacks a row, or draws before its results are written."""
     file = tmp_path / "b.json"
     program, *argv = f"{line} --device cpu --json {file}".split()
-    assert importlib.import_module(program).main(argv) == 0
+    module = importlib.import_module(program)
+
+    def picture(*_, **how):
+        assert file.exists()
+
+    monkeypatch.setattr(module, "picture", picture)
+    assert module.main(argv) == 0
     found = json.loads(file.read_text())
     assert len(found.get("records", found)) >= n
+
+
+@pytest.mark.parametrize("ending, begin", [
+    ("", b"\x89PNG"),
+    (".PDF", b"%PDF"),
+    (".svg", b"<?xml")])
+def test_a_picture_is_what_its_ending_says(ending, begin, tmp_path, capsys):
+    """Catches a PNG in a .pdf, a name that the legend leaves out or takes for mathematics."""
+    pytest.importorskip("matplotlib")
+    path, names = f"{tmp_path}/f{ending}", ["_run", r"x$\foo$"]
+    for _ in range(2):                                        # the second replaces the first
+        common.check_picture(path)
+        common.picture(path, dict.fromkeys(names, ([1, 2], [3, 4])), "x", "y")
+    found = Path(path).read_bytes()
+    assert found.startswith(begin)
+    assert ending != ".svg" or all(f"<!--  {name} -->".encode() in found for name in names)
+    assert ".pdf" in refused(capsys, eval.main, f"online --plot {path}.xyz")
+
+
+def test_a_matplotlib_that_does_not_import(tmp_path, monkeypatch, capsys):
+    """Catches a traceback after all work, as with a matplotlib made for another NumPy."""
+    write({tmp_path / "matplotlib/__init__.py": "raise ImportError('numpy.core failed')"})
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = refused(capsys, eval.main, f"online --pairs 3 --device cpu --plot {tmp_path}/f.png")
+    assert "numpy.core" in said and "pip install" in said
 
 
 # ---- episodic.py

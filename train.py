@@ -20,7 +20,7 @@ from argparse import SUPPRESS
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -28,17 +28,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, chosen, exit_code,
-                    flag, locked, native_bfloat16, need, noted_signals, pick_dtype, plot,
-                    save_file, say, setup, write_json)
+from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, check_output, chosen,
+                    exit_code, flag, locked, native_bfloat16, noted_signals, pick_dtype, plot,
+                    replacing, save_file, say, setup, tell, write_json)
 from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt,
                   make_tokenizer, read, streams, windows)
 from layer import check, opt
 from models import LM, PRESETS, SIZES, Config, holds_all, sized
 from muon import newton_schulz
 
-RANK = int(os.environ.get("RANK", 0))                         # torchrun sets both
-PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+RANK, PROCESSES = 0, 1
+if dist.is_torchelastic_launched():                           # clusters, too, set these variables
+    RANK, PROCESSES = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FORMAT = 10                                                   # version of the checkpoints
 EVAL_WINDOWS = 64                                             # read in each validation
 REPORT_TOKENS = 2_000_000                                     # read at most in the final report
@@ -261,10 +262,13 @@ class Text(Task):
             tokenizer = make_tokenizer(tc.tokenizer, corpus.text)
 
         # token files have no text; whether they have borders is not looked up
-        single = tokenizer.end is None or corpus.text and BORDER not in corpus.text
-        if tc.documents and single:
-            raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder or "
-                            "token files")
+        if tc.documents:
+            if corpus.text and BORDER not in corpus.text:
+                raise UserError(f"--documents: {corpus.used} is one text; give .jsonl, a folder or "
+                                "token files")
+            if tokenizer.end is None:                         # the vocabulary of --init
+                raise UserError(f"--documents: the vocabulary of {old['path']} has no {BORDER}; "
+                                "drop --documents or --init")
 
         self.tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
@@ -300,6 +304,10 @@ class Text(Task):
         pieces = continue_text(model, self.tokenizer, [None, start], SAMPLE, temperature=0.8)
         say(f"\n{''.join(pieces)}\n")
         say(f"done: {tc.model} on {self.data['used']}, best validation loss {loss:.4f} nats/token")
+        vals = [row["val"] for row in run["log"] if "val" in row]
+        if vals[-1] > min(vals[0], math.log(self.vocab_size)):
+            say(f"warning: the last validation loss, {vals[-1]:.4f}, is worse than the first, or "
+                "than guessing; lower --lr, or change --steps")
 
 
 @torch.no_grad()
@@ -349,12 +357,13 @@ def in_bits(tokenizer, ids, loss):
 
 # ---- checkpoints and the log
 def save_checkpoint(out, run, model, optimizers, best):
-    """Write OUT/ckpt.pt, and also OUT/best.pt if this is the best validation so far."""
+    """Write OUT/ckpt.pt, and before it OUT/best.pt if this is the best validation so far: a kill
+    between the two must not leave a ckpt.pt that takes a lost model for the best."""
     states = [optimizer.state_dict() for optimizer in optimizers]
     ckpt = dict(run, format=FORMAT, model=model.state_dict(), optimizers=states)
-    save_file(out / "ckpt.pt", ckpt)
     if best:
         save_file(out / "best.pt", ckpt)
+    save_file(out / "ckpt.pt", ckpt)
 
 
 def load_checkpoint(path, text=True):
@@ -406,7 +415,7 @@ def write_log(path, rows):
     """Write all rows to log.csv. What a killed run wrote there after its last checkpoint is lost:
     --resume trains those steps again."""
     columns = max(rows, key=len)                              # rows with a validation have more
-    with path.open("w") as file:
+    with replacing(path) as temporary, temporary.open("w") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -464,11 +473,7 @@ def train(model, optimizers, run, task):
     states of the optimizers; `train` keeps it up to date. It writes no files if tc.out is empty."""
     tc = task.tc
     out = Path(tc.out) if tc.out and not RANK else None       # only process 0 writes files
-    if out and tc.wandb:
-        import wandb
-        begun = wandb.init(project="atlas", id=run["wandb"], resume="allow", config=run["train"])
-        run["wandb"] = begun.id                               # with it, --resume goes on there
-
+    warn = lru_cache(tell)                                    # tells the same only once
     tick, task.tokens_read = time.perf_counter(), 0
     began = tick - run["seconds"]
     with noted_signals("finishing this step, then saving", PROCESSES == 1) as noted:
@@ -507,8 +512,12 @@ def train(model, optimizers, run, task):
                 row = dict(step=step, loss=loss, grad_norm=norm, lr=lr, tokens_per_s=speed,
                            seconds=seconds, **measured)
                 run["log"].append(row)
-                write_log(out / "log.csv", run["log"])
+                try:
+                    write_log(out / "log.csv", run["log"])
+                except Halt as fault:                         # training can go on without it
+                    warn(f"warning: {fault}")
                 if tc.wandb:
+                    import wandb
                     wandb.log(row, step=step)
 
                 # save
@@ -528,9 +537,12 @@ def begin_from(out, given, text):
     """Return the checkpoint of --resume or --init, or None without these flags. Raises UserError if
     a new run would overwrite an old one, and for flags that contradict the checkpoint."""
     # decided: the flags that must agree with the checkpoint
-    present = [name for name in ("ckpt.pt", "best.pt", "log.csv") if (out / name).exists()]
+    # present: after a kill before the first ckpt.pt, it may be best.pt alone
+    present = [name for name in ("ckpt.pt", "best.pt") if (out / name).exists()]
+    if not given.get("resume"):
+        check_output(out / "log.csv", "grad_norm")
     if given.get("resume"):
-        source, decided = out / "ckpt.pt", given.keys() - RESUME_CHANGES
+        source, decided = out / (*present, "ckpt.pt")[0], given.keys() - RESUME_CHANGES
     elif present:
         raise UserError(f"{out} already holds a run ({', '.join(present)}); go on with --resume, "
                         "give another --out, or remove it")
@@ -546,6 +558,18 @@ def begin_from(out, given, text):
             raise UserError(f"{flag(name)} is {was.get(name)} in {old['path']}, not {given[name]}; "
                             "drop the flag")
     return old
+
+
+def begin_wandb(run):
+    """Begin a run of Weights & Biases, or go on with that of --resume. Raises UserError if this
+    fails, as it does without a login."""
+    try:
+        import wandb
+        run["wandb"] = wandb.init(project="atlas", id=run["wandb"], resume="allow",
+                                  config=run["train"]).id     # with it, --resume goes on there
+    except Exception as fault:                                # its types are those of wandb
+        raise UserError(f"--wandb: {fault!r:.200}; pip install wandb and wandb login, or drop the "
+                        "flag")
 
 
 def start_device(tc):
@@ -589,7 +613,6 @@ def launch(given, settings=settings, make_task=Text):
         if tc.resume and old["step"] > tc.steps:
             raise UserError(f"{old['path']} is at step {old['step']}, past --steps {tc.steps}; "
                             "give more")
-        need("wandb", tc.wandb)
         device = start_device(tc)
         tc.compile = given.get("compile", device.type == "cuda")
         task = make_task(tc, device, pick_dtype(tc.dtype, device), old)
@@ -621,6 +644,8 @@ def launch(given, settings=settings, make_task=Text):
         settled = dict(train=asdict(tc), config=asdict(model.config), data=task.data)
         run.update(settled, preset=tc.model, **task.saved)
         if not RANK:
+            if tc.wandb:
+                begin_wandb(run)
             write_json(out / "config.json", settled)
         say(f"model    {tc.model}: {model.num_params():,} parameters, see {out}/config.json\n"
             f"data     {task.data['used']}: {task.about}\n"
