@@ -322,11 +322,15 @@ def run_all(rule, phi, q, k, v, gates, state, one_chunk=None):
     def by_sequence(matrices):
         return [a.unflatten(0, (B, H)) for a in matrices]
 
-    def cut(a):                           # split, because its gradient is one concatenation
-        return repeat(None) if a is None else a.flatten(0, 1).split(rule.chunk, 1)
+    def cut(a, past=0):                   # a part for each chunk, which begins `past` rows before
+        if a is None:
+            return repeat(None)
+        a = a.flatten(0, 1)
+        if past:
+            return [a[:, i:i + rule.chunk + past] for i in range(0, T, rule.chunk)]
+        return a.split(rule.chunk, 1)                         # its gradient is one concatenation
 
-    # a part for each chunk
-    qs, parts = cut(q), [cut(a) for a in looks]
+    parts = [cut(a) for a in looks]
     gates = [Gates(*part) for part in zip(*parts)]
     mixes = repeat(None)                                      # run_chunk computes them
     if T % rule.chunk == 0 and looks.keep.device.type == "cpu":
@@ -334,22 +338,19 @@ def run_all(rule, phi, q, k, v, gates, state, one_chunk=None):
             mixes = together(rule, gates)
 
     M0, W, S = by_head(state.M0), by_head(state.W), by_head(state.S)
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
-    boundary, ys, begin = (W, S), [], 0
-    for q, now, mix in zip(qs, gates, mixes):
+    boundary, ys = (W, S), []
+    for q, k, v, now, mix in zip(cut(q), cut(k, past), cut(v, past), gates, mixes):
         if now.reset is not None:                             # W and S after it are the boundary's
             W = [w.where(~now.reset[:, :1, None], 0) for w in W]
             S = [s.where(~now.reset[:, :1, None], 0) for s in S]
             boundary = W, S
-        pairs = slice(begin, begin + q.shape[1] + past)
         full = q.shape[1] == rule.chunk
         newton = rule.muon == "chunk" and full
-        y, W, S = one_chunk(rule, phi, q, k[:, pairs], v[:, pairs], now, mix, M0, W, S, newton)
+        y, W, S = one_chunk(rule, phi, q, k, v, now, mix, M0, W, S, newton)
         ys.append(y)
         if full:
             W = rule.bound(W)                                                        # choice 22
             boundary = W, S
-        begin += rule.chunk
 
     y = torch.cat(ys, 1)[:, T - n_new:].unflatten(0, (B, H))
     state = since(rule, state, *map(by_sequence, boundary), ks, vs, all_gates)

@@ -59,7 +59,7 @@ def at_least_float32(x):
 
 def with_direction(x):
     """Return x, but 0 without a gradient where a vector is too short to have a direction."""
-    return x.where(x.detach().abs().amax(-1, keepdim=True) > 1e-6, 0)
+    return x.where(torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True) > 1e-6, 0)
 
 
 def unit(x):
