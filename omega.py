@@ -184,6 +184,7 @@ def omega_ref(rule, phi, q, k, v, gates, state):
                 W = [w.where(~reset[..., None], 0) for w in W]
                 S = [s.where(~reset[..., None], 0) for s in S]
             anchor, boundary = W, (W, S)
+            # the steps so far, what they leave of the anchor, and the sum of `step` alone
             U, left, due = [torch.zeros_like(w) for w in W], 1, 0
 
         # the window's pairs, also those before the boundary (choice 12), and their weights
