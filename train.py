@@ -539,7 +539,7 @@ def begin_from(out, given, text):
     # decided: the flags that must agree with the checkpoint
     # present: after a kill before the first ckpt.pt, it may be best.pt alone
     present = [name for name in ("ckpt.pt", "best.pt") if (out / name).exists()]
-    if not given.get("resume"):
+    if not given.get("resume") and not RANK:                  # process 0 has made the folder
         check_output(out / "log.csv", "grad_norm")
     if given.get("resume"):
         source, decided = out / (*present, "ckpt.pt")[0], given.keys() - RESUME_CHANGES
