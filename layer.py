@@ -67,8 +67,8 @@ class Settings:
     chunk: int = opt(16, "tokens that learn together (the paper's b)", low=1)
     momentum: bool = opt(True, "momentum of the inner gradients, Eq 33")
     muon: str = opt(
-        "token", "Newton-Schulz on the inner momentum: none, at each token (Eq 32, 40), or once at "
-        "the end of a chunk", ("none", "token", "chunk"))
+        "token", "Newton-Schulz on the inner momentum: none, at each token (Eq 32, 40; slow for an "
+        "MLP), or once at the end of a chunk", ("none", "token", "chunk"))
     ns_steps: int = opt(5, "iterations of Newton-Schulz", low=1)
     ns_coefficients: str = opt("muon", "polynomial of Newton-Schulz", tuple(COEFFICIENTS))
     features: str = opt(
