@@ -17,12 +17,13 @@ import sys
 from functools import partial
 from importlib.util import find_spec
 
+from common import (Parser, add_number, add_tasks, autocast, pick_dtype, picture, run_task, say,
+                    with_task)
+
 import torch
 from torch.utils.benchmark import Measurement, Timer
 
 import models
-from common import (Parser, add_number, add_tasks, autocast, pick_dtype, picture, run_task, say,
-                    with_task)
 
 HEAD = 64                             # width of a head in `rule` and `peers`
 SMALL_HEAD = 16                       # in `layer`: 64 numbers have 2,145 monomials of degree 0 to 2

@@ -19,12 +19,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import partial
 
+from common import (Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, plot,
+                    say, seeded, seeded_batch)
+
 import torch
 import torch.nn.functional as F
 
 import train
-from common import (Parser, UserError, add_flags, check_picture, chosen, exit_code, flag, plot,
-                    say, seeded, seeded_batch)
 from data import BORDER, split
 from layer import opt
 from models import Config, Memory, sized

@@ -17,6 +17,9 @@ import itertools
 import math
 import sys
 
+from common import (Halt, Parser, UserError, add_number, add_tasks, picture, run_task, say,
+                    seeded, with_task)
+
 import torch
 import torch.nn.functional as F
 from torch.nn.modules.module import register_module_forward_hook
@@ -27,8 +30,6 @@ import memory
 import models
 import omega
 import train
-from common import (Halt, Parser, UserError, add_number, add_tasks, picture, run_task, say,
-                    seeded, with_task)
 
 
 WINDOWS = 32                              # of the loss by position

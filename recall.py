@@ -27,12 +27,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from common import (Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, run_task,
+                    say, seeded, seeded_batch, with_task, write_json)
+
 import torch
 
 import models
 import train
-from common import (Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, run_task,
-                    say, seeded, seeded_batch, with_task, write_json)
 
 
 # ---- recall of pairs

@@ -14,10 +14,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from common import (Parser, UserError, add_device, add_number, check_output, exit_code,
                     noted_signals, save_file, say, setup, tell)
+
+import torch
+
 from data import continue_text, encode_prompt
 from train import load_checkpoint, rebuild
 

@@ -2263,6 +2263,12 @@ def test_readme_table_of_parts():
         assert column == parts(preset, size)
 
 
+def test_programs_import_common_before_torch():
+    """Catches threads that spin: OpenMP reads how long they may when torch is imported."""
+    for program in set(PROGRAMS) - {"data"}:
+        assert CODE[program].index("\nfrom common import") < CODE[program].index("\nimport torch")
+
+
 def test_links():
     """Catches a dead link."""
     for folder, text in (ROOT, README), (ROOT / "results", MORE + LADDER):

@@ -23,14 +23,15 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
 
+from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, check_output, chosen,
+                    exit_code, flag, locked, native_bfloat16, noted_signals, pick_dtype, plot,
+                    replacing, save_file, say, setup, tell, write_json)
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from common import (DEVICES, Halt, Parser, UserError, add_flags, autocast, check_output, chosen,
-                    exit_code, flag, locked, native_bfloat16, noted_signals, pick_dtype, plot,
-                    replacing, save_file, say, setup, tell, write_json)
 from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt,
                   make_tokenizer, read, streams, windows)
 from layer import check, opt
