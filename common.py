@@ -12,8 +12,8 @@ from dataclasses import fields
 from inspect import cleandoc
 from pathlib import Path
 
-# While threads of torch wait for others they spin, which on a busy machine can take 15 times as long
-# as the work. This lets them sleep sooner. It counts if it is set before torch is imported.
+# Threads of torch spin while they wait for others, which on a busy machine can take 15 times as
+# long as the work. This lets them sleep sooner. It must be set before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
