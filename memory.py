@@ -58,13 +58,15 @@ def at_least_float32(x):
 
 
 def with_direction(x):
-    """Return x, but 0 without a gradient where a vector is too short to have a direction."""
-    return x.where(torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True) > 1e-6, 0)
+    """Return x, without a gradient where a vector is too short to have a direction."""
+    if not x.requires_grad:
+        return x
+    return x.where(torch.linalg.vector_norm(x.detach(), dim=-1, keepdim=True) > 1e-6, x.detach())
 
 
 def unit(x):
     """Return x / |x|, and 0 for 0, in float32 at least."""
-    return F.normalize(with_direction(at_least_float32(x)), dim=-1)
+    return F.normalize(with_direction(at_least_float32(x)), dim=-1, eps=1e-6)
 
 
 def shapes(kind, e, width, d):
