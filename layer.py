@@ -235,6 +235,8 @@ class Memory(nn.Module):
     def __init__(self, config, layer=0):
         super().__init__()
         check_settings(config)
+        if config.features == "exp" and self.engine is chunks:
+            raise UserError("features exp needs dot.DotMemory, as models.build takes")
         c = self.config = config
         H, d, inner = c.n_head, c.n_embd, c.n_head * c.head_dim
         self.rule, self.inner = rule(c), inner

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common import (Parser, UserError, add_flags, add_number, add_tasks, chosen, picture, run_task,
-                    say, seeded, seeded_batch, with_task, write_json)
+                    say, seeded_batch, with_task, write_json)
 
 import torch
 

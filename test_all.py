@@ -839,6 +839,7 @@ def test_bad_arguments_are_value_errors():
         ("state", layer, hidden, hidden[..., 0] > 0),         # a mask in the state's place
         ("float64", deepcopy(model).double(), x, state),
         ("two memories", made("atlas,shard=4").blocks[0].layer.weights, None),
+        ("DotMemory", models.Memory, settings(features="exp", muon="none")),
         ("tie", partial(models.configure, tie="False")),
         ("n_layer", partial(models.configure, n_layer="2")),
     ]
