@@ -1,8 +1,8 @@
 """bench.py - how fast is it on this machine? In tokens/s, forward and backward.
 
     python bench.py                          short for bench.py layer
-    python bench.py layer --plot             one layer of several models, with its projections, for
-                                             several lengths of text
+    python bench.py layer --size 170m        one layer of several models, with its projections, as
+                                             train.py trains it, for several lengths of text
     python bench.py rule                     the rule alone, with several settings of memory,
                                              window, chunk, muon and shard
     python bench.py peers --minutes 3        our layer beside attention and, if installed,
@@ -14,6 +14,7 @@ layers are compiled, and compute in bfloat16 if the GPU has it.
 """
 import platform
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -26,7 +27,6 @@ from torch.utils.benchmark import Measurement, Timer
 import models
 
 HEAD = 64                             # width of a head in `rule` and `peers`
-SMALL_HEAD = 16                       # in `layer`: 64 numbers have 2,145 monomials of degree 0 to 2
 SIMPLE = dict(expansion=2, features="none", forget="zero")    # in `rule` and `peers`
 RULES = [                             # memory, window, chunk, muon, shard
     ("mlp", 8, 64, "none", 0), ("mlp", 1, 64, "none", 0), ("mlp", 64, 64, "none", 0),
@@ -64,20 +64,27 @@ def results(device, rows):
     return dict(machine=machine, records=rows)
 
 
-def make_layer(device, width, head_dim=HEAD, **differences):
-    """Return a layer whose models.Config has this width and these differences from its defaults. On
-    CUDA it is compiled."""
-    config = models.Config(n_embd=width, n_head=width // head_dim, head_dim=head_dim, **differences)
-    layer = models.Block(config).layer.to(device)
+def make_layer(device, config):
+    """Return the layer of a models.Config. On CUDA it is compiled, as train.py does it."""
+    model = models.LM(replace(config, n_layer=1)).to(device)
+    layer = model.blocks[0].layer
     if device.type == "cuda":
-        models.compile_chunks()
-        if isinstance(layer, models.Attention):               # models.LM compiles the whole block
+        model.compile_memory()
+        if isinstance(layer, models.Attention):               # LM compiles the block, which calls it
             layer.compile()
     return layer
 
 
+def wide(width, **differences):
+    """Return a models.Config of this width, with heads of HEAD and these differences from its
+    defaults."""
+    return models.Config(n_embd=width, n_head=width // HEAD, head_dim=HEAD, **differences)
+
+
 def both(layer, x):
     """Run layer(x) -> (y, ..) forward, x (B, T, width), and backward to x and all parameters."""
+    if x.is_cuda and hasattr(layer, "config"):                # titans-pytorch has none
+        models.set_precision(layer.config)
     dtype = pick_dtype("auto" if x.is_cuda else "float32", x.device)
     with autocast(x.device, dtype):
         y = layer(x)[0]
@@ -89,14 +96,13 @@ def both(layer, x):
 
 def layer_task(args, device):
     """Time one layer of several models, with its projections, for several lengths of text."""
-    layers = {}
-    for name in args.model:
-        differences = models.sized(name, "tiny") | dict(head_dim=SMALL_HEAD)
-        layers[name] = make_layer(device, args.width, **differences)
+    configs = {name: models.configure(name, args.size) for name in args.model}
+    layers = {name: make_layer(device, config) for name, config in configs.items()}
+    width = models.configure(size=args.size).n_embd
 
     rows = []
     for T in args.lengths:
-        x = torch.randn(args.batch_size, T, args.width, device=device, requires_grad=True)
+        x = torch.randn(args.batch_size, T, width, device=device, requires_grad=True)
         contestants = [(dict(name=name, T=T), partial(both, layer, x))
                        for name, layer in layers.items()]
         rows += race(contestants, args.batch_size * T, args.minutes / len(args.lengths))
@@ -113,7 +119,8 @@ def layer_task(args, device):
 def rule_call(args, device, **differences):
     """Return a function that runs the rule over --length tokens, forward and backward. The
     projections are computed here, before, so they are not timed."""
-    layer = make_layer(device, args.width, **SIMPLE, max_norm=0.0, **differences)
+    config = wide(args.width, **SIMPLE, max_norm=0.0, **differences)
+    layer = make_layer(device, config)
     x = torch.randn(args.batch_size, args.length, args.width, device=device)
     state = layer.start(x)
     with torch.no_grad():
@@ -141,11 +148,12 @@ def peers_task(args, device):
     """Time attention, our layer with Titans' rule, to which it adds a window and a convolution, and
     titans-pytorch if it is installed. Newton-Schulz at each token, which only ours has, is timed
     with a matrix."""
-    attention = make_layer(device, args.width, attention=True, attn_window=0)
+    attention = make_layer(device, wide(args.width, attention=True, attn_window=0))
     layers = [("attention", None, None, None, attention)]
     for memory, chunk, muon in (("mlp", 64, "none"), ("mlp", 64, "chunk"), ("mlp", 16, "none"),
                                 ("mlp", 16, "chunk"), ("linear", 16, "token")):
-        ours = make_layer(device, args.width, **SIMPLE, memory=memory, chunk=chunk, muon=muon)
+        config = wide(args.width, **SIMPLE, memory=memory, chunk=chunk, muon=muon)
+        ours = make_layer(device, config)
         layers.append(("ours", memory, chunk, muon, ours))
         if memory == "mlp" and find_spec("titans_pytorch"):
             from titans_pytorch import MemoryMLP, NeuralMemory
@@ -176,13 +184,15 @@ def parse(argv=None):
     for task in tasks:
         add_number(task, "--minutes", 0.0, 2.0, "how long to measure, about")
         add_number(task, "--batch-size", 1, 1, "texts at a time")
-        add_number(task, "--width", HEAD, 256, "width of the layer, best a multiple of 64")
     usual = ["transformer", "titans", "omeganet", "atlas", "atlas-delta"]
     layer.add_argument("--model", nargs="+", choices=list(models.PRESETS), default=usual,
                        metavar="NAME", help="presets of models.py %(default)s")
+    layer.add_argument("--size", choices=list(models.SIZES), default="tiny",
+                       help="size of the model that the layer is of %(default)s")
     add_number(layer, "--lengths", 1, [256, 1024, 4096], "tokens of a text")
     for task in (rule, peers):
         add_number(task, "--length", 8, 2048, "tokens of a text")
+        add_number(task, "--width", HEAD, 256, "width of the layer, best a multiple of 64")
     return parser.parse_args(with_task(argv, "layer"))
 
 

@@ -63,6 +63,7 @@ E_0 are the errors that there would be if the chunk had no pairs. A is strictly 
 one triangular solve gives E. In a deep memory this holds for the last matrix. From there d goes
 back to the others through the memory at the chunk's start.
 """
+from contextlib import nullcontext
 from itertools import repeat
 from typing import NamedTuple
 
@@ -90,36 +91,48 @@ class Mix(NamedTuple):
 def decays(a):
     """Return Keep and keepprod of a = keep, or Mom and momprod: (N, c) -> (N, c, c), (N, c, 1)."""
     logs = a.clamp_min(torch.finfo(a.dtype).tiny).log()[..., None]
-    # sums[t, s] adds the logs of tokens s + 1 .. t; a difference of two long sums would lose digits
-    sums = logs.expand(-1, -1, a.shape[1]).tril(-1).cumsum(1)
-    return sums.exp().tril(), logs.cumsum(1).exp()
+    # float32 would lose digits in sums - sums.mT; MPS has nothing better
+    wide = a.dtype if a.device.type == "mps" else torch.float64
+    sums = logs.to(wide).cumsum(1)
+    Keep = (sums - sums.mT).to(a.dtype).tril().exp().tril()
+    return Keep, sums.to(a.dtype).exp()
+
+
+def band(gate):
+    """Return Gate: gate (N, c, window) -> (N, c, n)."""
+    # rows of gate padded to n + 1 numbers, laid end to end and cut every n numbers, start one place
+    # later in each row
+    c, window = gate.shape[1:]
+    n = c + window - 1
+    padded = F.pad(gate, (0, c)).flatten(1)
+    return padded[:, : c * n].unflatten(1, (c, n))
 
 
 def times_gate(rows, gate):
     """Return rows @ Gate: (N, r, c), gate (N, c, window) -> (N, r, n)."""
-    c, window = gate.shape[1:]
-    if window == 1:
+    if gate.shape[2] == 1:
         return rows * gate.mT
-    # Gate is a band. Rows of gate padded to n + 1 numbers, laid end to end and cut every n numbers,
-    # start one place later in each row
-    n = c + window - 1
-    padded = F.pad(gate, (0, c)).flatten(1)
-    return rows @ padded[:, : c * n].unflatten(1, (c, n))
+    if rows.shape[1] == 1:
+        return band(rows.mT * gate).sum(1, keepdim=True)
+    return rows @ band(gate)
 
 
 def coefficients(rule, gates):
-    """Return the Mix of a chunk's gates (N, c, ..)."""
-    Keep, keepprod = decays(gates.keep)
-    Write = Keep * gates.step[:, None]
-    if gates.momentum is None:
-        I = torch.eye(Write.shape[1], dtype=Write.dtype, device=Write.device)
-        Mom, rows, momprod, drift = I.expand_as(Write), Write, None, None
-    else:
-        Mom, momprod = decays(gates.momentum)
-        rows, drift = Write @ Mom, Write @ momprod
-    S_rows = Mom if rule.muon == "token" else Mom[:, -1:]
-    Pairs, P = times_gate(S_rows, gates.gate), times_gate(rows, gates.gate)
-    return Mix(Write, keepprod, Pairs, P, momprod, drift)
+    """Return the Mix of a chunk's gates (N, c, ..). Under autocast P and drift are bfloat16, as are
+    the scores that P multiplies. A Gram matrix and a solve need more digits."""
+    exact = rule.muon == "token" or rule.solves
+    with without_autocast(gates.keep) if exact else nullcontext():
+        Keep, keepprod = decays(gates.keep)
+        Write = Keep * gates.step[:, None]
+        if gates.momentum is None:
+            I = torch.eye(Write.shape[1], dtype=Write.dtype, device=Write.device)
+            Mom, rows, momprod, drift = I.expand_as(Write), Write, None, None
+        else:
+            Mom, momprod = decays(gates.momentum)
+            rows, drift = Write @ Mom, Write @ momprod
+        S_rows = Mom if rule.muon == "token" else Mom[:, -1:]
+        Pairs, P = times_gate(S_rows, gates.gate), times_gate(rows, gates.gate)
+        return Mix(Write, keepprod, Pairs, P, momprod, drift)
 
 
 def together(rule, gates):
@@ -210,7 +223,7 @@ def at_each_token(rule, mix, pairs, S):
 # ---- one chunk
 def total(rows, x, d):
     """Return sum_i rows_i x_i^T d_i: rows (N, 1, n), x (N, n, in), d (N, n, out)."""
-    return (x.mT @ (rows.mT * d)).to(rows.dtype)
+    return at_least_float32(x.mT @ (rows.mT * d))
 
 
 def write(rule, mix, learned, W, S, newton):
@@ -274,8 +287,7 @@ def run_chunk(rule, phi, q, k, v, gates, mix, M0, W, S, newton):
     None it is computed here from the gates, so that a compiled backward can recompute it, too.
     newton: whether Newton-Schulz ends the chunk."""
     if mix is None:
-        with without_autocast(q):
-            mix = coefficients(rule, gates)
+        mix = coefficients(rule, gates)
     learned = learn(rule, phi, mix, k, v, M0, W, S)
     W_end, S_end = write(rule, mix, learned, W, S, newton)
     y = read(rule, phi, mix, q, k, M0, W, S, learned, W_end if newton else None)
@@ -334,8 +346,7 @@ def run_all(rule, phi, q, k, v, gates, state, one_chunk=None):
     gates = [Gates(*part) for part in zip(*parts)]
     mixes = repeat(None)                                      # run_chunk computes them
     if T % rule.chunk == 0 and looks.keep.device.type == "cpu":
-        with without_autocast(looks.keep):
-            mixes = together(rule, gates)
+        mixes = together(rule, gates)
 
     M0, W, S = by_head(state.M0), by_head(state.W), by_head(state.S)
     boundary, ys = (W, S), []

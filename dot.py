@@ -25,7 +25,6 @@ import chunks
 import layer
 import memory
 import omega
-from memory import without_autocast
 
 
 class State(NamedTuple):
@@ -87,8 +86,7 @@ def chunk_runner(rule, keys, T):
 
     def one_chunk(rule, kernel, q, k, v, gates, mix, M0, W, S, newton):
         if mix is None:
-            with without_autocast(q):
-                mix = chunks.coefficients(rule, gates)
+            mix = chunks.coefficients(rule, gates)
         learned = chunks.learn(rule, kernel, mix, k, v, M0, W, S)
 
         # the chunk's pairs are those of the last n of the first `end` keys, and each writes to the

@@ -57,7 +57,7 @@ EPISODES = dict(out="out-episodes", model="omeganet", seq_len=24, batch_size=8, 
                 head_dim=16, chunk=24, tie=True)
 GROK = dict(out="out-grok", model="transformer", seq_len=3, batch_size=512, steps=800, lr=2e-3,
             weight_decay=1.5, n_layer=1, n_embd=128, n_head=4)
-NO_FLAG = "size tokenizer init grad_accum dtype compile remat documents".split()      # not offered
+NO_FLAG = "size tokenizer init grad_accum dtype compile graph remat documents".split()
 ONLY_EPISODES = "data seq_len optimizer embed_lr gates_lr outer_muon_lr".split()
 ONLY_GROK = ["stablemax", "perp_grad"]
 

@@ -182,13 +182,12 @@ def build(preset="atlas", size="tiny", **overrides):
     return LM(configure(preset, size, **overrides))
 
 
-# ---- torch.compile
-def compile_chunks(**options):
-    """Compile chunks.run_chunk with torch.compile. This sets options of the whole process."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    torch._functorch.config.backward_pass_autocast = "off"    # backward has the types of forward
-    torch._functorch.config.activation_memory_budget = 0.0    # backward recomputes a chunk
-    compile_function(chunks, "run_chunk", **options)
+# ---- speed on a GPU
+def set_precision(config):
+    """Let a GPU multiply float32 matrices in its shorter TF32, unless the network needs all digits,
+    as Newton-Schulz at each token does (muon.py). This sets an option of the whole process."""
+    exact = not config.attention and config.muon == "token"
+    torch.set_float32_matmul_precision("highest" if exact else "high")
 
 
 def compile_function(owner, name, **options):
@@ -320,8 +319,11 @@ class LM(nn.Module):
 
     def compile_memory(self, **options):
         """Compile the memory, SwiGLU and Norm of all models, and the attention blocks of this
-        one."""
-        compile_chunks(**options)
+        one. This sets options of the whole process."""
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        torch._functorch.config.backward_pass_autocast = "off"    # backward has forward's types
+        torch._functorch.config.activation_memory_budget = 0.0    # backward recomputes a chunk
+        compile_function(chunks, "run_chunk", **options)
         compile_function(Memory, "project", **options)
         compile_function(Memory, "finish", **options)
         compile_function(SwiGLU, "forward", **options)

@@ -8,20 +8,18 @@ The coefficients "muon" are from Jordan et al. 2024. Five steps take singular va
 coefficients "cubic" they do, slowly: X converges to the nearest semi-orthogonal matrix (the paper's
 k -> infinity).
 
-`newton_schulz_ref` is this text. The other functions rely on (X X^T) X = X (X^T X): a step
-multiplies X from the right, by a polynomial Q of the Gram matrix G = X^T X, which is small if X is
-tall:
+`newton_schulz_ref` is this text, and `newton_schulz` is the same in fewer operations. Where S is
+not at hand, (X X^T) X = X (X^T X) helps: a step multiplies X from the right, by a polynomial Q of
+the Gram matrix G = X^T X, which is small if X is tall:
 
     Q = a I + b G + c G^2,   X <- X Q,   G <- Q G Q
 
 The product R of all Q depends on S^T S alone, and NS(S) = S R. `right_factor` returns R, from which
-chunks.py takes NS(S_t) for each token t without ever having S_t itself. `newton_schulz` is for a
-matrix at hand, and takes 0.6 to 0.9 of the reference's time.
+chunks.py takes NS(S_t) for each token t without ever having S_t itself.
 
 G's eigenvalues are the squares of X's singular values, so small ones have few correct digits, and
-each step magnifies their rounding errors. `newton_schulz` therefore computes G from X again after
-GRAM_STEPS steps. `right_factor` cannot: in float32, more than MOST_STEPS steps spoil it, and so
-does TF32, the shorter float32 of GPUs.
+each step magnifies their rounding errors. In float32, more than MOST_STEPS steps spoil R, and so
+does TF32, the shorter float32 of GPUs. newton_schulz, which computes G anew in each step, bears it.
 
 The outer optimizer Muon is in train.py. It uses the same function.
 """
@@ -31,7 +29,6 @@ COEFFICIENTS = {
     "muon": (3.4445, -4.7750, 2.0315),                        # steep at 0: small ones grow 3.4x
     "cubic": (1.5, -0.5, 0.0),                                # converges to U V^T
 }
-GRAM_STEPS = 3                                                # steps on one Gram matrix
 MOST_STEPS = dict(muon=6, cubic=15)                           # of right_factor: errors below 5e-4
 
 
@@ -60,16 +57,17 @@ def normalised(S):
     return S * S.square().sum((-2, -1), keepdim=True).clamp_min(0.5).rsqrt()
 
 
-def factor(G, steps, coefficients):
-    """Return R such that `steps` steps take X to X R, from G = X^T X: (N, m, m) -> (N, m, m)."""
+def newton_schulz(S, steps=5, coefficients="muon"):
+    """Return NS(S) of a stack of matrices: (N, m, n) -> (N, m, n)."""
+    if S.shape[1] < S.shape[2]:
+        return newton_schulz(S.mT, steps, coefficients).mT
     a, b, c = COEFFICIENTS[coefficients]
-    I = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-    for step in range(steps):
-        if step:
-            G = Q @ G @ Q
-        Q = torch.baddbmm(G, G, G, beta=b, alpha=c) + a * I              # Q = a I + b G + c G G
-        R = R @ Q if step else Q
-    return R
+    X = normalised(S)
+    for _ in range(steps):
+        G = X.mT @ X
+        Q = torch.baddbmm(G, G, G, beta=b, alpha=c)                      # b G + c G G
+        X = torch.baddbmm(X, X, Q, beta=a)                               # a X + X Q
+    return X
 
 
 def right_factor(G, steps=5, coefficients="muon"):
@@ -78,14 +76,13 @@ def right_factor(G, steps=5, coefficients="muon"):
     square = G.diagonal(0, 1, 2).sum(-1)[:, None, None]                  # |S|_F^2
     smallest = torch.finfo(G.dtype).tiny ** 0.5               # its inverse has a gradient in range
     scale = torch.where(square > smallest, square.clamp_min(smallest).rsqrt(), 0)
-    return factor(G * scale.square(), steps, coefficients) * scale
+    G = G * scale.square()
 
-
-def newton_schulz(S, steps=5, coefficients="muon"):
-    """Return NS(S) of a stack of matrices, by way of Gram matrices: (N, m, n) -> (N, m, n)."""
-    if S.shape[-2] < S.shape[-1]:
-        return newton_schulz(S.mT, steps, coefficients).mT
-    X = normalised(S)
-    for first in range(0, steps, GRAM_STEPS):
-        X = X @ factor(X.mT @ X, min(GRAM_STEPS, steps - first), coefficients)
-    return X
+    a, b, c = COEFFICIENTS[coefficients]
+    I = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    for step in range(steps):
+        if step:
+            G = Q @ G @ Q
+        Q = torch.baddbmm(G, G, G, beta=b, alpha=c) + a * I              # a I + b G + c G G
+        R = R @ Q if step else Q
+    return R * scale

@@ -36,6 +36,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 from torch.distributed import fsdp
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import chunks
@@ -373,10 +374,11 @@ def test_chunk_form_is_the_reference(seed):
     before = [a.detach().clone() for a in tensors(x)]
 
     # whole, and in two or three pieces, with gradients
+    tol = 1e-9 if rule.muon == "token" else 1e-10             # its gradients are steep
     wanted = results(omega_ref, rule, phi, x)
-    close(results(chunks.run, rule, phi, x), wanted)
+    close(results(chunks.run, rule, phi, x), wanted, tol)
     cuts = sorted({T // 3, T - 1} - {0})
-    close(results(chunks.run, rule, phi, x, cuts), wanted)
+    close(results(chunks.run, rule, phi, x, cuts), wanted, tol)
 
     # token by token, and three tokens at a time
     with torch.no_grad():
@@ -1587,6 +1589,46 @@ def test_stopped_and_resumed_is_bit_equal(text, trained, tmp_path, monkeypatch, 
     assert contents(tmp_path) == before
 
 
+class Recorder(TorchDispatchMode):
+    """Do on a CPU what a CUDA graph does: repeat operations on the same tensors."""
+
+    def __torch_dispatch__(self, f, types, args=(), kwargs={}):
+        found = f(*args, **kwargs)
+        self.calls.append((f, args, kwargs, found))
+        return found
+
+    @torch.no_grad()
+    def replay(self):
+        for f, args, kwargs, found in self.calls:
+            for old, new in zip(tensors(found), tensors(f(*args, **kwargs))):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+    def record(self, f):
+        self.calls = []
+        with self:
+            return self.replay, f()
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_graph_trains_alike(works, text, trained, tmp_path, monkeypatch, capsys):
+    """Catches a batch that is not copied, gradients that are replaced or added up over steps, and a
+    graph that computes something else and is used."""
+    def asked_for(model, task):                               # without the refusal of a CPU
+        task.tc.graph = True
+
+    def broken(f):
+        return lambda: None, f()
+
+    monkeypatch.setattr(train, "cuda_graph", Recorder().record if works else broken)
+    monkeypatch.setattr(train, "try_compiled", asked_for)
+    assert go(text, tmp_path, f"{FLAGS} --compile") == 0
+    assert ("--graph failed" in capsys.readouterr().out) != works
+    close(saved(tmp_path)["model"], saved(trained)["model"], 1e-6)
+    line = f"{NET} --data {text} --out {tmp_path}/cpu --graph"
+    assert "--graph needs CUDA" in refused(capsys, train.main, line)
+
+
 @pytest.mark.parametrize("names, step", [
     ("SIGTERM", 6),
     ("SIGHUP SIGTERM", 6),
@@ -1957,7 +1999,7 @@ def test_losses_of_a_checkpoint(trained, text, capsys):
 
 
 @pytest.mark.parametrize("line, n", [
-    ("bench layer --model omeganet transformer --lengths 8 16 --minutes 0 --width 64", 4),
+    ("bench layer --model omeganet transformer --lengths 8 16 --minutes 0 --size tiny", 4),
     ("bench rule --length 16 --minutes 0 --width 64", 8),
     ("bench peers --length 16 --minutes 0 --width 64", 5),
     ("eval online --pairs 3 5", 24)])
@@ -2297,7 +2339,7 @@ MUTANTS = [                               # file, text in it, what to put there,
     ("omega", "t - rule.window + 1)", "t - rule.window)", "printed_rule"),
     ("omega", "pos + rule.window - 1", "pos", "chunk_form"),
     ("omega", "[due * o", "[-due * o", "matrix_by_hand"),
-    ("chunks", ".tril(-1).cumsum(1)", ".cumsum(1)", "chunk_form"),
+    ("chunks", "(sums - sums.mT)", "(sums.mT - sums)", "chunk_form"),
     ("chunks", "A = before", "A = -before", "chunk_form"),
     ("chunks", "unitriangular=True", "unitriangular=False", "learns_a_pair"),
     ("chunks", "weight = mix.Pairs.mT", "weight = mix.Pairs.flip(1).mT", "chunk_form"),

@@ -35,7 +35,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from data import (BORDER, TOKENIZERS, Tokenizer, batch, continue_text, documents, encode_prompt,
                   make_tokenizer, read, streams, windows)
 from layer import check, opt
-from models import LM, PRESETS, SIZES, Config, holds_all, sized
+from models import LM, PRESETS, SIZES, Config, holds_all, set_precision, sized
 from muon import newton_schulz
 
 RANK, PROCESSES = 0, 1
@@ -81,6 +81,7 @@ class TrainConfig:
     dtype: str = opt("auto", "auto: bfloat16 if the device has it, else float32",
                      ("auto", "float32", "bfloat16"))
     compile: bool = opt(False, "use torch.compile; on by default on CUDA")
+    graph: bool = opt(False, "CUDA: launch a pass whole, as a CUDA graph; never tried so far")
     remat: bool = opt(False, "recompute blocks in backward: less memory, a third more time")
     threads: int = opt(0, "CPU threads; 0: torch decides")
 
@@ -109,7 +110,7 @@ TRAIN_SIZES = {
 NO_FLAG = "vocab_size", "attention", "embed_lr"               # set by tokenizer, preset and size
 INIT_KEEPS = ["model", "tokenizer"]                           # --init takes them from a checkpoint
 # --resume accepts new values of these; any other flag must agree with the checkpoint.
-RESUME_CHANGES = ("resume out device dtype compile threads data steps lr outer_muon_lr eval_every "
+RESUME_CHANGES = ("resume out device dtype compile graph threads data steps lr outer_muon_lr eval_every "
                   "log_every remat wandb plot").split()
 
 
@@ -216,6 +217,7 @@ class Task:
                           document begins at a multiple of period, where a chunk begins. A batch
                           depends on (seed, number) alone, so --resume draws the same ones
     loss(model, number)   return the loss of batch `number`, and add its tokens to tokens_read
+    one_pass(model, number)       add the gradient of its share of a step's loss; return the share
     optimizers(model)     return the optimizers, each made with its peak learning rate
     measure(model)        return the columns of a validation, {name: value}; best.pt is the
                           checkpoint with the least "val"
@@ -238,12 +240,19 @@ class Task:
     def begin(self, model):
         pass
 
-    def loss(self, model, number):
+    def inputs(self, model, number):
         inputs = self.draw(number, model.config.period())
-        inputs = [a.to(self.device) for a in inputs]
         self.tokens_read += inputs[0].numel()
+        return [a.to(self.device) for a in inputs]
+
+    def loss(self, model, number, inputs=None):
         with autocast(self.device, self.dtype):
-            return model.loss(*inputs)
+            return model.loss(*inputs or self.inputs(model, number))
+
+    def one_pass(self, model, number, *inputs):
+        share = self.loss(model, number, *inputs) / self.tc.grad_accum
+        share.backward()
+        return share.detach()
 
     def optimizers(self, model):
         return make_optimizers(model, self.tc)
@@ -427,9 +436,7 @@ def train_step(model, optimizers, task, step):
     """Take optimizer step `step` (the first is 0). Return the loss and the norm of its gradient."""
     tc, loss = task.tc, 0.0
     for i in range(RANK, tc.grad_accum, PROCESSES):           # the processes share these passes
-        share = task.loss(model, step * tc.grad_accum + i) / tc.grad_accum
-        share.backward()
-        loss = loss + share.detach()
+        loss = loss + task.one_pass(model, step * tc.grad_accum + i)
 
     # sum loss and gradients over the processes, in one long message, which is the fastest
     if PROCESSES > 1:
@@ -445,7 +452,7 @@ def train_step(model, optimizers, task, step):
             peak = optimizer.defaults["lr"] * group.get("times", 1.0)
             group["lr"] = peak * lr_scale(step, tc)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not tc.graph)
     return loss, norm
 
 
@@ -599,6 +606,59 @@ def try_compiled(model, task):
     model.zero_grad()
 
 
+def cuda_graph(f):
+    """Return a function that repeats the kernels of f(), all at one launch, and what f() returned,
+    which repeating overwrites."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        f()                               # what is set up only once does not belong in the graph
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = f()
+    return graph.replay, result
+
+
+class Graph:
+    """Task.one_pass as a CUDA graph. A graph repeats its kernels on the same addresses, so a batch
+    is copied to where the captured one was, and gradients are added to those that were there: clear
+    them with zero_grad(set_to_none=False). Raises RuntimeError if a repeated pass differs from the
+    usual one."""
+
+    def __init__(self, model, task):
+        self.task, self.batch = task, task.inputs(model, 0)
+        usual = partial(task.one_pass, model, 0, self.batch)
+        wanted = self.measure(model, usual)                   # it also makes the gradients
+        self.replay, self.share = cuda_graph(usual)
+        model.zero_grad(set_to_none=False)
+        found = self.measure(model, partial(self, model, 0))
+        if not torch.allclose(found, wanted, rtol=1e-3):
+            raise RuntimeError(f"loss and gradient norm are {found.tolist()}, not "
+                               f"{wanted.tolist()}")
+
+    def measure(self, model, one_pass):
+        torch.manual_seed(self.task.tc.seed)                  # of dropout
+        share = one_pass()
+        found = torch.stack([share, clip_grad_norm_(model.parameters(), math.inf)])
+        model.zero_grad(set_to_none=False)
+        return found
+
+    def __call__(self, model, number):
+        for a, b in zip(self.batch, self.task.inputs(model, number)):
+            a.copy_(b)
+        self.replay()
+        return self.share
+
+
+def try_graph(model, task):
+    """Let the passes of a task run as a CUDA graph. If that fails, warn and go on without it."""
+    try:
+        task.one_pass = Graph(model, task)
+    except Exception as fault:                                # of any type
+        say(f"warning: --graph failed, going on without it: {fault!r:.400}")
+        model.zero_grad()
+
+
 def launch(given, settings=settings, make_task=Text):
     """Make a whole run from `given`, its flags {name: value}: read, build, train. Return the exit
     code, None for success. episodic.py gives its own settings(given, old) -> TrainConfig, Config
@@ -616,14 +676,18 @@ def launch(given, settings=settings, make_task=Text):
                             "give more")
         device = start_device(tc)
         tc.compile = given.get("compile", device.type == "cuda")
+        changes = PROCESSES > 1 or tc.documents or "," in config.memory_floor
+        if tc.graph and (changes or device.type != "cuda"):
+            raise UserError("--graph needs CUDA, one process, no --documents and a constant "
+                            "--memory-floor; drop it")
         task = make_task(tc, device, pick_dtype(tc.dtype, device), old)
         if tc.resume and task.data["sha256"] != old["data"]["sha256"]:
             raise UserError(f"{out} was trained on {old['data']['used']}, another text than "
                             f"--data {tc.data}; give that")
 
         # build
-        if device.type == "cuda" and config.muon != "token":  # which needs all digits (muon.py)
-            torch.set_float32_matmul_precision("high")        # TF32
+        if device.type == "cuda":
+            set_precision(config)
         torch.manual_seed(tc.seed)
         config.vocab_size = task.vocab_size
         model = rebuild(old, config)[0] if old else LM(config)
@@ -654,9 +718,13 @@ def launch(given, settings=settings, make_task=Text):
             f"steps    {run['step'] + 1} to {tc.steps}")
         if tc.compile:
             try_compiled(model, task)
+        if tc.graph:
+            try_graph(model, task)
 
         # train
         stopped = train(model, optimizers, run, task)
+        if device.type == "cuda":
+            say(f"largest GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         if PROCESSES > 1:
             dist.barrier()                # when one process ends, torchrun ends all: wait for 0
             dist.destroy_process_group()
