@@ -2146,6 +2146,40 @@ def test_the_ladder_leads_to_the_reference(n):
     close(rung["rule"]("linear", M0, phi, *inputs, rule.chunk), wanted[0, 1])
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_page_computes_the_rule(seed):
+    """Catches a sign, a coefficient, an edge or an anchor of rule.html that is not omega.py's, a
+    page that grew or that loads something."""
+    page = document("results/rule.html")
+    assert len(page.encode()) <= 30_000 and "://" not in page
+    assert max(map(len, page.splitlines())) <= 100
+    racer = pytest.importorskip("py_mini_racer", reason="needs pip install mini-racer")
+    js = racer.MiniRacer()
+    js.eval(re.search(r'<script id="rule">(.*?)</script>', page, re.S)[1])
+
+    pick = random.Random(seed).randint
+    muon, window, degree = ["none", "token", "chunk"][pick(0, 2)], pick(1, 8), pick(1, 3)
+    rule = Rule("linear", LOSSES[pick(0, 1)], window, pick(1, 8), muon)      # l2 or dot
+    if seed == 0:
+        rule = Rule("linear", "l2", window, 1, "token")       # as printed
+    phi = Features("monomial", 2, degree).double()
+    phi.scale.data = torch.tensor([1, 1, 2, 6])[:degree + 1].double().rsqrt()
+    text = [unit(12, 2), randn(12, 2), rand(12), 0.3 * rand(12), pick(0, 1) * rand(12),
+            rand(12, window)]
+    run = js.call("learn", rule._asdict() | dict(degree=degree), *[x.tolist() for x in text])
+
+    M0 = torch.zeros(1, phi.out_dim, 2).double()
+    state = start(rule, phi, [M0], 1)
+    for t in range(12):
+        k, v, *gates = [x[None, None, [t]] for x in text]
+        _, state = omega_ref(rule, phi, k, k, v, Gates(*gates), state)
+        W = torch.tensor([[run[t]["W"]]], dtype=torch.float64)
+        close(W, chunks.weights(rule, phi, state)[0], 1e-9)
+    if seed == 0:
+        y = paper("linear", list(M0), phi, text[0], *text)
+        close(y[-1:], phi(text[0][-1:]) @ W[0, 0], 1e-9)
+
+
 def help_of(program, *argv):
     """Return what a program says to these flags with --help. It must know the values of the
     flags."""
