@@ -279,11 +279,11 @@ def test_losses_by_hand():
 # chunks.run or dot.run. `problem` draws what it reads, `play` runs it, and `results` also takes
 # gradients. `paper` is the rule for one head, as it is printed.
 
-def problem(T=11, features="none", degree=2, momentum=True, S0=True, reset=(), **rule):
+def problem(T=11, features="none", degree=2, momentum=True, S0=True, reset=(), D=3, **rule):
     """Return a random problem for 2 rows and 2 heads: a Rule, phi, and a dict x of the inputs. x
     also has the matrices M0.0, M0.1, .. of the first memory and, with S0=True, those of the first
     momentum, S0.0, S0.1, .."""
-    B, H, D = 2, 2, 3
+    B, H = 2, 2
     rule = Rule(**dict(window=3, chunk=4) | rule)
     phi = make_phi(features, D, degree)
     x = dict(
@@ -2186,6 +2186,41 @@ def test_the_ladder_leads_to_the_reference(n):
     M0 = [w[1] for w in named(x, "M0")]
     inputs = [x[name] if x[name] is None else x[name][0, 1] for name in INPUTS]
     close(rung["rule"]("linear", M0, phi, *inputs, rule.chunk), wanted[0, 1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_page_computes_the_rule(seed):
+    """Catches a sign, a coefficient, an edge or an anchor of rule.html that is not omega.py's, a
+    page that grew or that loads something."""
+    page = document("results/rule.html")
+    assert len(page.encode()) <= 30_000 and "://" not in page
+    assert max(map(len, page.splitlines())) <= 100
+    js = pytest.importorskip("py_mini_racer", reason="needs pip install mini-racer").MiniRacer()
+    js.eval(re.search(r'<script id="rule">(.*?)</script>', page, re.S)[1])
+
+    draw = random.Random(seed)
+    how = dict(
+        loss=draw.choice(["l2", "dot"]),
+        window=draw.randint(1, 8),
+        chunk=draw.randint(1, 8),
+        muon=draw.choice(["none", "token", "chunk"]))
+    if seed == 0:                                             # as printed
+        how |= dict(loss="l2", chunk=1, muon="token")
+    rule, phi, x = problem(12, "monomial", draw.randint(1, 3), D=2, memory="linear", **how)
+    phi.scale.data = torch.tensor([1, 1, 2, 6])[:phi.degree + 1].double().rsqrt()
+    x["momentum"] = x["momentum"] * draw.randint(0, 1)
+    text = [x[name][1, 0] for name in INPUTS]
+    run = js.call("learn", how | dict(degree=phi.degree), *[a.tolist() for a in text[1:]])
+
+    M0 = torch.zeros_like(x["M0.0"])
+    state = start(rule, phi, [M0], 2)
+    for t in range(12):
+        q, k, v, *gates = [x[name][:, :, [t]] for name in INPUTS]
+        _, state = omega_ref(rule, phi, q, k, v, Gates(*gates), state)
+        W = chunks.weights(rule, phi, state)[0][0][1, 0]
+        close(torch.tensor(run[t]["W"], dtype=torch.float64), W, 1e-9)
+    if seed == 0:
+        close(paper("linear", [M0[0]], phi, *text)[-1], phi(q)[1, 0, 0] @ W, 1e-9)
 
 
 def help_of(program, *argv):
