@@ -9,8 +9,8 @@
 
 Two tasks show the bare rule, and need no checkpoint:
 
+    python eval.py circle --plot       a memory bends to pairs on a circle, token by token
     python eval.py online              what window, momentum and Newton-Schulz bring, untrained
-    python eval.py capacity --plot     how many pairs features can hold, and one pass stores
 """
 import copy
 import itertools
@@ -271,7 +271,15 @@ def probe_task(args, device):
 STEPS = torch.logspace(-3, 1.5, 25)       # constant inner steps that are tried
 MOMENTUM = 0.5                            # where there is one
 DRAWS, SEED = 32, 1337
-READINGS, SHOWN = 3, 19                   # of `circle`; the errors of draw 19 are near the means
+READINGS = 3                              # of the pairs of `circle`
+SHOWN = 24                                # the draw in its picture; its errors are near the means
+RULES = [                                 # window, is there momentum?, muon
+    (1, False, "none"),                                                      # DeltaNet
+    (8, False, "none"),                                                      # OmegaNet
+    (8, True, "none"),
+    (8, True, "token"),                                                      # ATLAS
+    (8, False, "token"),
+    (1, True, "none")]                                                       # Titans
 
 
 def plain_layer(device, window, momentum, muon, **more):
@@ -297,14 +305,13 @@ def draw_pairs(n, dim, device, correlated=False):
 
 
 @torch.no_grad()
-def one_pass(layer, k, v, q=None):
+def one_pass(layer, q, k, v):
     """Write pairs k, v (B, 1, T, D) once by the rule of the layer (Eq 9, 33, 32) with constant
     gates: nothing is forgotten, and all pairs of a window weigh the same. Each head takes another
     step of STEPS. Return for each step the mean |M(k) - v|^2 of all pairs, where M is the memory
-    after the last pair; inf if it diverges. Return also what queries q read after each token:
-    (B, H, T, D)."""
+    after the last pair; inf if it diverges. Return also what queries q (B, 1, T or 1, D) read
+    after each token: (B, H, T, D)."""
     c = layer.config
-    q = k if q is None else q
     q, k, v, step = torch.broadcast_tensors(q, k, v, STEPS.to(k)[:, None, None])
     step = step[..., 0]
     ones = torch.ones_like(step)
@@ -318,30 +325,22 @@ def one_pass(layer, k, v, q=None):
     return errors.square().sum(-1).mean((0, 2)).nan_to_num(math.inf), y
 
 
-def show_errors(args, lines):
-    """Print lines {name: (pairs, errors)}."""
-    say(f"mean |M(k) - v|^2 / |v|^2 of {DRAWS} x N pairs, with the best of {len(STEPS)} steps\n")
-    say(f"{'N':58}" + "".join(f"{n:7d}" for n in args.pairs))
-    for name, (_, errors) in lines.items():
-        say(f"{name:58}" + "".join(f"{error:7.2f}" for error in errors))
-
-
 def online_task(args, device):
     """Print how well an untrained rule stores pairs in one pass, with and without window, momentum
     and Newton-Schulz, for two kinds of keys."""
-    lines, shown = {}, {}
+    say(f"mean |M(k) - v|^2 / |v|^2 of {DRAWS} x N pairs, for one pass with the best of "
+        f"{len(STEPS)} steps\n")
+    say(f"{'N':58}" + "".join(f"{n:7d}" for n in args.pairs))
+    lines = {}
     for kind in "independent", "correlated":
         drawn = [draw_pairs(n, 32, device, kind == "correlated") for n in args.pairs]
-        rules = itertools.product(("none", "token"), (False, True), (1, 8, 16))
-        for muon, momentum, window in rules:
-            layer, name = plain_layer(device, window, momentum, muon, head_dim=32, features="none")
-            errors = [one_pass(layer, k, v)[0].min().item() for k, v in drawn]
-            lines[f"{kind} keys, {name}"] = args.pairs, errors
-            if kind == "correlated" and window < 16:
-                shown[name] = args.pairs, errors
+        for rule in RULES:
+            layer, name = plain_layer(device, *rule, head_dim=32, features="none")
+            errors = [one_pass(layer, k, k, v)[0].min().item() for k, v in drawn]
+            name = f"{kind} keys, {name}"
+            say(f"{name:58}" + "".join(f"{error:7.2f}" for error in errors))
+            lines[name] = args.pairs, errors
     yield lines
-    show_errors(args, lines)
-    picture(args.plot, shown, "pairs N, correlated keys", "error |M(k) - v|² / |v|²", log="x")
 
 
 # ---- the rule on a circle
@@ -353,25 +352,25 @@ def on_circle(degrees):
 def circle_task(args, device):
     """Print and draw how an untrained memory bends to pairs whose keys go around a circle, for
     monomials of degree 1, 2 and 3. Degree p can fit 2 p + 1 pairs (Prop 2)."""
+    # keys and values (DRAWS, 1, READINGS N, 2): the same pairs at each turn
     N = args.pairs
     _, v = draw_pairs(N, 2, device)
     v = v.repeat(1, 1, READINGS, 1)
     at = torch.arange(READINGS * N) * (360 / N)
     k = on_circle(at).to(v).expand_as(v)
     around = torch.linspace(0, 360, 91)
-    q = on_circle(around).to(v)[:, None, None]            # (91, 1, 1, 2): at each token the circle
+    q = on_circle(around).to(v)[:, None, None]            # (91, 1, 1, 2): all of it at each token
 
     say(f"mean |M(k) - v|^2 / |v|^2 of {DRAWS} x {N} pairs, read {READINGS} times, with the best "
         f"of {len(STEPS)} steps")
     curves = {}
-    rules = (1, False, "none"), (8, False, "none"), (8, True, "none"), (8, True, "token")
-    for rule, degree in itertools.product(rules, (1, 2, 3)):
+    for rule, degree in itertools.product(RULES[:4], (1, 2, 3)):
         layer, name = plain_layer(device, *rule, head_dim=2, degree=degree)
-        errors, _ = one_pass(layer, k, v)
+        errors, _ = one_pass(layer, k, k, v)
         best = errors.argmin()
-        _, y = one_pass(layer, k[SHOWN], v[SHOWN], q)
-        name += f"\ndegree {degree}: error {errors[best]:.2f}"
-        say(name.replace("\n", ", "))
+        _, y = one_pass(layer, q, k[SHOWN], v[SHOWN])
+        name += f", degree {degree}: error {errors[best]:.2f}"
+        say(name)
         curves[name] = y[:, best, :, 0].T.tolist()
     yield curves
     if args.plot:
@@ -379,19 +378,20 @@ def circle_task(args, device):
 
 
 def draw_curves(path, curves, around, at, dots):
-    """Draw curves {name: [a curve over the angles `around` after each token]} in small pictures,
-    three in a row, with dots at some angles."""
+    """Draw small pictures, three in a row, with dots at the angles `at`. curves: {name: a list of
+    numbers over the angles `around`, one list after each token}."""
     from matplotlib.figure import Figure
-    figure = Figure(figsize=(7, 7.5), layout="constrained")
+    figure = Figure(figsize=(6.4, 7), layout="constrained")
     grid = figure.subplots(len(curves) // 3, 3, sharex=True, sharey=True)
     for axes, (name, ys) in zip(grid.flat, curves.items()):
-        for n in 1, 2, 4, 8:
-            axes.plot(around, ys[n - 1], "C0", linewidth=0.6, alpha=0.3 + n / 16)
+        for n in 2, 4, 8:
+            axes.plot(around, ys[n - 1], "C0", linewidth=0.7, alpha=0.3 + n / 16)
         axes.plot(around, ys[-1], "C0", linewidth=2)
         axes.plot(at, dots, "ok")
-        axes.set_title(name, fontsize=8)
-    figure.supxlabel("angle of the key; thin: after tokens 1, 2, 4, 8; thick: after the last")
-    figure.supylabel("first number of the value")
+        axes.set_title(name.replace(", degree", "\ndegree"), fontsize=7)
+    figure.supxlabel("angle of the key; dots: pairs; "
+                     "thin: after token 2, 4, 8; thick: after the last", fontsize=10)
+    figure.supylabel("first number of the value", fontsize=10)
     save_figure(path, figure)
 
 
@@ -400,7 +400,7 @@ TASKS = dict(loss=loss_task, probe=probe_task, circle=circle_task, online=online
 
 def parse(argv=None):
     parser = Parser(prog="eval.py", description=__doc__, usage="python %(prog)s [TASK] [flags]")
-    loss, probe, circle, online = add_tasks(parser, TASKS, plot=TASKS)
+    loss, probe, circle, online = add_tasks(parser, TASKS, plot=("loss", "probe", "circle"))
     where = "checkpoint file, or folder with best.pt or ckpt.pt [out]"
     loss.add_argument("--ckpt", nargs="+", default=["out"], help=where)
     probe.add_argument("--ckpt", default="out", help=where)
