@@ -1,9 +1,10 @@
 """eval.py - what a model has learned: its loss on a text, a stream without end, its memory at work.
 
     python eval.py --ckpt out            short for eval.py loss: the validation loss, with the
-                                         memory reset and carried on, and the loss by position; then
-                                         the loss of a long stream. The exit code is 1 if a loss is
-                                         not finite or the state grows
+                                         memory reset and carried on; the loss by position, with the
+                                         memory writing and frozen; then the loss of a long stream.
+                                         The exit code is 1 if a loss is not finite or the state
+                                         grows
     python eval.py loss --ckpt out omega --stream 0 --plot     several checkpoints in one picture
     python eval.py probe --ckpt out --plot                     gates and inner losses of each layer
 
@@ -93,8 +94,8 @@ def curve(at):
 
 
 def loss_task(args, device):
-    """Print the losses of checkpoints, also by position. The exit code is 1 if a loss is not finite
-    or the state grows."""
+    """Print the losses of checkpoints, also by position, with the memory writing and frozen. The
+    exit code is 1 if a loss is not finite or the state grows."""
     lines = {}
     for path in args.ckpt:
         ckpt, model, tokenizer, corpus, val = load(path, args, device)
@@ -272,7 +273,8 @@ STEPS = torch.logspace(-3, 1.5, 25)       # constant inner steps that are tried
 MOMENTUM = 0.5                            # where there is one
 DRAWS, SEED = 32, 1337
 READINGS = 3                              # of the pairs of `circle`
-SHOWN = 24                                # the draw in its picture; its errors are near the means
+SHOWN = 24                                # the draw in its picture. Of 7 pairs, the first number has
+                                          # about the mean errors
 RULES = [                                 # window, is there momentum?, muon
     (1, False, "none"),                                                      # DeltaNet
     (8, False, "none"),                                                      # OmegaNet
