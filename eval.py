@@ -273,8 +273,8 @@ STEPS = torch.logspace(-3, 1.5, 25)       # constant inner steps that are tried
 MOMENTUM = 0.5                            # where there is one
 DRAWS, SEED = 32, 1337
 READINGS = 3                              # of the pairs of `circle`
-SHOWN = 24                                # the draw in its picture. Of 7 pairs, the first number has
-                                          # about the mean errors
+SHOWN = 24                                # the draw in its picture. The first numbers of 7 values
+                                          # have about the mean errors there
 RULES = [                                 # window, is there momentum?, muon
     (1, False, "none"),                                                      # DeltaNet
     (8, False, "none"),                                                      # OmegaNet
