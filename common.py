@@ -311,6 +311,11 @@ def picture(path, lines, x, y, log="", level=None, marked=None):
 
     axes.set(xlabel=x, ylabel=y)
     figure.legend(loc="outside upper center", fontsize=8, ncols=2)
+    save_figure(path, figure)
+
+
+def save_figure(path, figure):
+    """Write a figure as the ending of path says, else as .png."""
     with replacing(Path(path)) as temporary:
         figure.savefig(temporary, dpi=100, format=Path(path).suffix[1:] or "png")
     say(f"wrote {path}")

@@ -1,24 +1,25 @@
 """eval.py - what a model has learned: its loss on a text, a stream without end, its memory at work.
 
     python eval.py --ckpt out            short for eval.py loss: the validation loss, with the
-                                         memory reset and carried on, and the loss by position; then
-                                         the loss of a long stream. The exit code is 1 if a loss is
-                                         not finite or the state grows
+                                         memory reset and carried on; the loss by position, with the
+                                         memory writing and frozen; then the loss of a long stream.
+                                         The exit code is 1 if a loss is not finite or the state
+                                         grows
     python eval.py loss --ckpt out omega --stream 0 --plot     several checkpoints in one picture
     python eval.py probe --ckpt out --plot                     gates and inner losses of each layer
 
 Two tasks show the bare rule, and need no checkpoint:
 
+    python eval.py circle --plot       a memory bends to pairs on a circle, token by token
     python eval.py online              what window, momentum and Newton-Schulz bring, untrained
-    python eval.py capacity --plot     how many pairs features can hold, and one pass stores
 """
 import copy
 import itertools
 import math
 import sys
 
-from common import (Halt, Parser, UserError, add_number, add_tasks, picture, run_task, say,
-                    seeded, with_task)
+from common import (Halt, Parser, UserError, add_number, add_tasks, picture, run_task,
+                    save_figure, say, seeded, with_task)
 
 import torch
 import torch.nn.functional as F
@@ -93,34 +94,31 @@ def curve(at):
 
 
 def loss_task(args, device):
-    """Print the losses of checkpoints, also by position. The exit code is 1 if a loss is not finite
-    or the state grows."""
+    """Print the losses of checkpoints, also by position, with the memory writing and frozen. The
+    exit code is 1 if a loss is not finite or the state grows."""
     lines = {}
     for path in args.ckpt:
         ckpt, model, tokenizer, corpus, val = load(path, args, device)
         T = ckpt["train"]["seq_len"]
-        if args.no_write:
-            if model.config.attention:
-                raise UserError(f"--no-write: {ckpt['path']} has no memory that writes; "
-                                "drop the flag")
-            path, model = f"{path}, cannot write", frozen(model)
-
         say(f"{path}: {ckpt['preset']}, {model.num_params():,} parameters, step {ckpt['step']}, "
             f"trained on {ckpt['data']['used']} in windows of {T}")
         say(f"{len(val):,} validation tokens of {corpus.used}")
         loss = train.report(model, tokenizer, val, T, args.batch_size)
+        readers = {path: model}
+        if not model.config.attention:
+            readers[f"{path}, frozen at M0"] = frozen(model)
         length = min(args.length or 4 * T, len(val) - 1)
-        at, n = position_loss(model, evenly(val, length, args.batch_size))
-        say(f"\nby position, mean of {n} windows of {length}; trained on {T}")
-        say("  tokens before   nats/token")
-        for first, end, mean in buckets(at):
-            say(f"  {first + 1:6d} - {end:6d}   {mean:.4f}")
-
-        if not math.isfinite(loss + at.sum()):
-            raise Halt(f"{ckpt['path']}: a loss is not finite; its weights have diverged")
+        for name, reader in readers.items():
+            at, n = position_loss(reader, evenly(val, length, args.batch_size))
+            say(f"\n{name}: by position, mean of {n} windows of {length}; trained on {T}")
+            say("  tokens before   nats/token")
+            for first, end, mean in buckets(at):
+                say(f"  {first + 1:6d} - {end:6d}   {mean:.4f}")
+            if not math.isfinite(loss + at.sum()):
+                raise Halt(f"{ckpt['path']}: a loss is not finite; its weights have diverged")
+            lines[name] = curve(at)
         if args.stream:
             stream(model, val, args.stream)
-        lines[path] = curve(at)
     yield lines
     picture(args.plot, lines, "tokens before", "loss [nats/token]", log="x",
             marked=(T, "longest text in training"))
@@ -271,17 +269,26 @@ def probe_task(args, device):
 
 
 # ---- the rule by itself
-PLAIN = dict(chunk=1, max_norm=0.0)
 STEPS = torch.logspace(-3, 1.5, 25)       # constant inner steps that are tried
-MOMENTUM = 0.9                            # where there is one
+MOMENTUM = 0.5                            # where there is one
 DRAWS, SEED = 32, 1337
+READINGS = 3                              # of the pairs of `circle`
+SHOWN = 24                                # the draw in its picture. The first numbers of 7 values
+                                          # have about the mean errors there
+RULES = [                                 # window, is there momentum?, muon
+    (1, False, "none"),                                                      # DeltaNet
+    (8, False, "none"),                                                      # OmegaNet
+    (8, True, "none"),
+    (8, True, "token"),                                                      # ATLAS
+    (8, False, "token"),
+    (1, True, "none")]                                                       # Titans
 
 
 def plain_layer(device, window, momentum, muon, **more):
-    """Return an untrained layer.Memory with the settings of PLAIN and these, and a name for its
-    rule. momentum: is there one? muon: "none" or "token"."""
-    given = dict(window=window, momentum=momentum, muon=muon, n_head=len(STEPS))
-    config = models.configure("atlas", **PLAIN, **given, **more)
+    """Return an untrained layer.Memory with these settings that learns at each token, and a name
+    for its rule. momentum: is there one? muon: "none" or "token"."""
+    config = models.configure("atlas", chunk=1, max_norm=0.0, window=window, momentum=momentum,
+                              muon=muon, n_head=len(STEPS), **more)
     name = f"window {window}"
     if momentum:
         name += ", momentum"
@@ -290,97 +297,112 @@ def plain_layer(device, window, momentum, muon, **more):
     return models.Memory(config).to(device), name
 
 
-def draw_pairs(counts, dim, device, correlated=False):
-    """Return a list with a tensor (2, DRAWS, 1, n, dim) for each n of counts: keys and values of
-    random directions and length 1. If correlated, coordinate i of the keys is divided by i before
-    they get their length."""
-    drawn = []
-    for n in counts:
-        pairs = torch.randn(2, DRAWS, 1, n, dim, generator=seeded(SEED))
-        if correlated:
-            pairs[0] /= torch.arange(1, dim + 1)
-        drawn.append(F.normalize(pairs, dim=-1).to(device))
-    return drawn
+def draw_pairs(n, dim, device, correlated=False):
+    """Return keys and values (DRAWS, 1, n, dim) of random directions and length 1. If correlated,
+    coordinate i of the keys is divided by i before they get their length."""
+    pairs = torch.randn(2, DRAWS, 1, n, dim, generator=seeded(SEED))
+    if correlated:
+        pairs[0] /= torch.arange(1, dim + 1)
+    return F.normalize(pairs, dim=-1).to(device)
 
 
 @torch.no_grad()
-def one_pass(layer, k, v):
+def one_pass(layer, q, k, v):
     """Write pairs k, v (B, 1, T, D) once by the rule of the layer (Eq 9, 33, 32) with constant
     gates: nothing is forgotten, and all pairs of a window weigh the same. Each head takes another
     step of STEPS. Return for each step the mean |M(k) - v|^2 of all pairs, where M is the memory
-    after the last pair; inf if it diverges."""
+    after the last pair; inf if it diverges. Return also what queries q (B, 1, T or 1, D) read
+    after each token: (B, H, T, D)."""
     c = layer.config
-    k, v = k.expand(-1, c.n_head, -1, -1), v.expand(-1, c.n_head, -1, -1)
-    ones = torch.ones_like(k[..., 0])
-    step = STEPS.to(ones)[:, None] * ones
+    q, k, v, step = torch.broadcast_tensors(q, k, v, STEPS.to(k)[:, None, None])
+    step = step[..., 0]
+    ones = torch.ones_like(step)
     momentum = MOMENTUM * ones if c.momentum else None
     gate = ones.new_full((*ones.shape, c.window), 1 / c.window)
     gates = omega.Gates(ones, step, momentum, gate)
 
     state = layer.start(k)
-    _, fast = layer.learn(k, k, v, gates, state.fast)
-    y = layer.recall(k, layer.frozen(state._replace(fast=fast)))
-    return (y - v).square().sum(-1).mean((0, 2)).nan_to_num(math.inf)
-
-
-def least_squares(phi, k, v):
-    """Return the mean |phi(k) W - v|^2 of the matrix W for which it is least."""
-    x = phi(F.normalize(k.double(), dim=-1))              # normalised again, now in float64
-    y = x @ torch.linalg.pinv(x) @ v.double()
-    return (y - v).square().sum(-1).mean().item()
-
-
-def show_errors(args, lines, drawn):
-    """Print lines {name: (pairs, errors)}, and draw those in `drawn`."""
-    say(f"mean |M(k) - v|^2 / |v|^2 of {DRAWS} x N pairs, for one pass with the best of "
-        f"{len(STEPS)} steps\n")
-    say(f"{'N':58}" + "".join(f"{n:7d}" for n in args.pairs))
-    for name, (_, errors) in lines.items():
-        say(f"{name:58}" + "".join(f"{error:7.2f}" for error in errors))
-    picture(args.plot, drawn, "pairs N", "error |M(k) - v|² / |v|²", log="x")
+    y, fast = layer.learn(q, k, v, gates, state.fast)
+    errors = layer.recall(k, layer.frozen(state._replace(fast=fast))) - v
+    return errors.square().sum(-1).mean((0, 2)).nan_to_num(math.inf), y
 
 
 def online_task(args, device):
     """Print how well an untrained rule stores pairs in one pass, with and without window, momentum
     and Newton-Schulz, for two kinds of keys."""
-    lines, shown = {}, {}
-    for kind in "independent", "correlated":
-        drawn = draw_pairs(args.pairs, 32, device, kind == "correlated")
-        rules = itertools.product(("none", "token"), (False, True), (1, 8, 16))
-        for muon, momentum, window in rules:
-            layer, name = plain_layer(device, window, momentum, muon, head_dim=32, features="none")
-            name = f"{kind} keys, {name}"
-            errors = [one_pass(layer, k, v).min().item() for k, v in drawn]
-            lines[name] = args.pairs, errors
-            if kind == "correlated" and window < 16:
-                shown[name] = lines[name]
-    yield lines
-    show_errors(args, lines, shown)
-
-
-def capacity_task(args, device):
-    """Print how many pairs a matrix can hold at best, by least squares (Prop 2: as many as there
-    are independent features), and how many the rule stores in one pass."""
+    say(f"mean |M(k) - v|^2 / |v|^2 of {DRAWS} x N pairs, for one pass with the best of "
+        f"{len(STEPS)} steps\n")
+    say(f"{'N':58}" + "".join(f"{n:7d}" for n in args.pairs))
     lines = {}
-    drawn = draw_pairs(args.pairs, 8, device)
-    for features in "none", "monomial":
-        for window, muon in (1, "none"), (8, "none"), (8, "token"):
-            layer, name = plain_layer(device, window, False, muon, head_dim=8, features=features)
-            of = f"{layer.phi.out_dim} features"
-            errors = [one_pass(layer, k, v).min().item() for k, v in drawn]
-            lines[f"{name}, {of}"] = args.pairs, errors
-        errors = [least_squares(layer.phi, k, v) for k, v in drawn]
-        lines[f"least squares, {of}"] = args.pairs, errors
+    for kind in "independent", "correlated":
+        drawn = [draw_pairs(n, 32, device, kind == "correlated") for n in args.pairs]
+        for rule in RULES:
+            layer, name = plain_layer(device, *rule, head_dim=32, features="none")
+            errors = [one_pass(layer, k, k, v)[0].min().item() for k, v in drawn]
+            name = f"{kind} keys, {name}"
+            say(f"{name:58}" + "".join(f"{error:7.2f}" for error in errors))
+            lines[name] = args.pairs, errors
     yield lines
-    show_errors(args, lines, lines)
 
 
-TASKS = dict(loss=loss_task, probe=probe_task, online=online_task, capacity=capacity_task)
+# ---- the rule on a circle
+def on_circle(degrees):
+    """Return the points of a circle at these angles: (N,) -> (N, 2)."""
+    return torch.view_as_real((1j * degrees.deg2rad()).exp())
+
+
+def circle_task(args, device):
+    """Print and draw how an untrained memory bends to pairs whose keys go around a circle, for
+    monomials of degree 1, 2 and 3. Degree p can fit 2 p + 1 pairs (Prop 2)."""
+    # keys and values (DRAWS, 1, READINGS N, 2): the same pairs at each turn
+    N = args.pairs
+    _, v = draw_pairs(N, 2, device)
+    v = v.repeat(1, 1, READINGS, 1)
+    at = torch.arange(READINGS * N) * (360 / N)
+    k = on_circle(at).to(v).expand_as(v)
+    around = torch.linspace(0, 360, 91)
+    q = on_circle(around).to(v)[:, None, None]            # (91, 1, 1, 2): all of it at each token
+
+    say(f"mean |M(k) - v|^2 / |v|^2 of {DRAWS} x {N} pairs, read {READINGS} times, with the best "
+        f"of {len(STEPS)} steps")
+    curves = {}
+    for rule, degree in itertools.product(RULES[:4], (1, 2, 3)):
+        layer, name = plain_layer(device, *rule, head_dim=2, degree=degree)
+        errors, _ = one_pass(layer, k, k, v)
+        best = errors.argmin()
+        _, y = one_pass(layer, q, k[SHOWN], v[SHOWN])
+        name += f", degree {degree}: error {errors[best]:.2f}"
+        say(name)
+        curves[name] = y[:, best, :, 0].T.tolist()
+    yield curves
+    if args.plot:
+        draw_curves(args.plot, curves, around, at[:N], v[SHOWN, 0, :N, 0].tolist())
+
+
+def draw_curves(path, curves, around, at, dots):
+    """Draw small pictures, three in a row, with dots at the angles `at`. curves: {name: a list of
+    numbers over the angles `around`, one list after each token}."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(6.4, 7), layout="constrained")
+    grid = figure.subplots(len(curves) // 3, 3, sharex=True, sharey=True)
+    for axes, (name, ys) in zip(grid.flat, curves.items()):
+        for n in 2, 4, 8:
+            axes.plot(around, ys[n - 1], "C0", linewidth=0.7, alpha=0.3 + n / 16)
+        axes.plot(around, ys[-1], "C0", linewidth=2)
+        axes.plot(at, dots, "ok")
+        axes.set_title(name.replace(", degree", "\ndegree"), fontsize=7)
+    figure.supxlabel("angle of the key; dots: pairs; "
+                     "thin: after token 2, 4, 8; thick: after the last", fontsize=10)
+    figure.supylabel("first number of the value", fontsize=10)
+    save_figure(path, figure)
+
+
+TASKS = dict(loss=loss_task, probe=probe_task, circle=circle_task, online=online_task)
 
 
 def parse(argv=None):
     parser = Parser(prog="eval.py", description=__doc__, usage="python %(prog)s [TASK] [flags]")
-    loss, probe, online, capacity = add_tasks(parser, TASKS, plot=TASKS)
+    loss, probe, circle, online = add_tasks(parser, TASKS, plot=("loss", "probe", "circle"))
     where = "checkpoint file, or folder with best.pt or ckpt.pt [out]"
     loss.add_argument("--ckpt", nargs="+", default=["out"], help=where)
     probe.add_argument("--ckpt", default="out", help=where)
@@ -389,11 +411,9 @@ def parse(argv=None):
     add_number(loss, "--batch-size", 1, 8, "texts at a time")
     add_number(loss, "--length", 0, 0, "longest window; 0: 4 times training's")
     add_number(loss, "--stream", 0, 50_000, "tokens of the stream; 0: none")
-    loss.add_argument("--no-write", action="store_true",
-                      help="the memory cannot write: what does it bring?")
     add_number(probe, "--length", 0, 0, "tokens to read; 0: as training's windows")
+    add_number(circle, "--pairs", 3, 7, "number of pairs")
     add_number(online, "--pairs", 1, [8, 16, 32], "numbers of pairs")
-    add_number(capacity, "--pairs", 1, [4, 8, 16, 32, 44, 64, 128], "numbers of pairs")
     return parser.parse_args(with_task(argv, "loss"))
 
 

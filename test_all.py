@@ -1907,7 +1907,7 @@ sample --ckpt run --device cpu --prompt \u00e9      \u00e9
 sample --ckpt run --device cpu --prompt \udce9       UTF-8
 sample --top-p 1.1                                  --top-p
 eval --ckpt gone                                    gone
-eval capacity --json run                            run
+eval circle --json run                              run
 eval online --json words                            words
 recall mar                                          mqar
 recall mqar --window 0                              window
@@ -1987,22 +1987,27 @@ def test_a_text_goes_on_from_a_saved_state(trained, tmp_path, capsys):
 # ---- eval.py and bench.py
 
 def test_losses_of_a_checkpoint(trained, text, capsys):
-    """Catches a split, a tokenizer or a window that is not the training's, a write in vain."""
+    """Catches a split, a tokenizer or a window that is not the training's, a frozen memory that
+    writes."""
     model, tokenizer = train.rebuild(saved(trained, "best.pt"))
     _, val = data.split(tokenizer.encode(text.read_text()))
-    for flag, model in ("", model), ("--no-write", eval.frozen(model)):
-        line = f"--ckpt {trained} --device cpu --stream 2048 {flag}"
-        assert eval.main(line.split()) == 0
-        said = capsys.readouterr().out
-        for carry in False, True:
-            assert f"{train.evaluate(model, val, 16, 8, carry=carry):.4f} nats/token" in said
+    line = f"--ckpt {trained} --device cpu --stream 2048 --length 16"
+    assert eval.main(line.split()) == 0
+    said = capsys.readouterr().out
+    for carry in False, True:
+        assert f"{train.evaluate(model, val, 16, 8, carry=carry):.4f} nats/token" in said
+    found = re.findall(r"1 - +16   (.*)", said)
+    for shown, reader in zip(found, [model, eval.frozen(model)], strict=True):
+        at, _ = eval.position_loss(reader, eval.evenly(val, 16, 8))
+        assert shown == f"{at.mean():.4f}"
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("line, n", [
     ("bench layer --model omeganet transformer --lengths 8 16 --minutes 0 --size tiny", 4),
     ("bench rule --length 16 --minutes 0 --width 64", 8),
     ("bench peers --length 16 --minutes 0 --width 64", 5),
-    ("eval online --pairs 3 5", 24)])
+    ("eval online --pairs 3 5", 12)])
 def test_a_table_is_whole(line, n, tmp_path, monkeypatch):
     """Catches a task that fails, or lacks a row, or draws before its results are written."""
     file = tmp_path / "b.json"
@@ -2016,6 +2021,25 @@ def test_a_table_is_whole(line, n, tmp_path, monkeypatch):
     assert module.main(argv) == 0
     found = json.loads(file.read_text())
     assert len(found.get("records", found)) >= n
+
+
+def test_a_memory_bends_to_pairs_on_a_circle(tmp_path, capsys):
+    """Catches a degree, window or momentum that changes nothing, a curve that is not the memory's,
+    no picture."""
+    pytest.importorskip("matplotlib")
+    path = f"{tmp_path}/c"
+    line = f"circle --pairs 5 --device cpu --plot {path}.png --json {path}.json"
+    assert eval.main(line.split()) == 0
+    said = dict(re.findall(r"^(window .*): error (.*)$", capsys.readouterr().out, re.M))
+    errors = [float(said[f"window {a}"]) for a in (
+        "8, momentum, degree 2", "8, degree 2", "1, degree 2", "8, momentum, degree 1")]
+    assert 0 == errors[0] < errors[1] < errors[2] < 0.05 < 0.4 < errors[3]
+
+    _, v = eval.draw_pairs(5, 2, "cpu")
+    curves = json.loads(Path(f"{path}.json").read_text())
+    curve = torch.tensor(curves["window 8, momentum, degree 2: error 0.00"][-1])
+    close(curve[:-1:18], v[eval.SHOWN, 0, :, 0], 0.1)         # each key is 18 points further
+    assert Path(f"{path}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("ending, begin", [
@@ -2032,7 +2056,7 @@ def test_a_picture_is_what_its_ending_says(ending, begin, tmp_path, capsys):
     found = Path(path).read_bytes()
     assert found.startswith(begin)
     assert ending != ".svg" or all(f"<!--  {name} -->".encode() in found for name in names)
-    assert ".pdf" in refused(capsys, eval.main, f"online --plot {path}.xyz")
+    assert ".pdf" in refused(capsys, eval.main, f"circle --plot {path}.xyz")
 
 
 def test_a_matplotlib_that_does_not_import(tmp_path, monkeypatch, capsys):
@@ -2041,7 +2065,7 @@ def test_a_matplotlib_that_does_not_import(tmp_path, monkeypatch, capsys):
     for name in [name for name in sys.modules if name.startswith("matplotlib")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    said = refused(capsys, eval.main, f"online --pairs 3 --device cpu --plot {tmp_path}/f.png")
+    said = refused(capsys, eval.main, f"circle --pairs 3 --device cpu --plot {tmp_path}/f.png")
     assert "numpy.core" in said and "pip install" in said
 
 
@@ -2253,7 +2277,7 @@ def test_commands_in_documents_parse():
     assert len(commands) > 30
     for program, flags in commands:
         if program in PROGRAMS:
-            argv = shlex.split(flags.replace("NAME", "online"))
+            argv = shlex.split(flags)
             said = help_of(program, *argv)
             for flag in argv:
                 assert not flag.startswith("--") or flag in said, (program, flags)
