@@ -3,8 +3,6 @@
     python bench.py                          short for bench.py layer
     python bench.py layer --size 170m        one layer of several models, with its projections, as
                                              train.py trains it, for several lengths of text
-    python bench.py rule                     the rule alone, with several settings of memory,
-                                             window, chunk, muon and shard
     python bench.py peers --minutes 3        our layer beside attention and, if installed,
                                              titans-pytorch
 
@@ -26,12 +24,8 @@ from torch.utils.benchmark import Measurement, Timer
 
 import models
 
-HEAD = 64                             # width of a head in `rule` and `peers`
-SIMPLE = dict(expansion=2, features="none", forget="zero")    # in `rule` and `peers`
-RULES = [                             # memory, window, chunk, muon, shard
-    ("mlp", 8, 64, "none", 0), ("mlp", 1, 64, "none", 0), ("mlp", 64, 64, "none", 0),
-    ("mlp", 8, 16, "none", 0), ("mlp", 8, 256, "none", 0), ("mlp", 8, 64, "chunk", 0),
-    ("mlp", 8, 64, "chunk", 256), ("linear", 8, 16, "none", 0), ("linear", 8, 16, "token", 0)]
+HEAD = 64                             # width of a head in `peers`
+SIMPLE = dict(expansion=2, features="none", forget="zero")    # in `peers`
 
 
 def race(contestants, tokens, minutes):
@@ -70,15 +64,9 @@ def make_layer(device, config):
     layer = model.blocks[0].layer
     if device.type == "cuda":
         model.compile_memory()
-        if isinstance(layer, models.Attention):               # LM compiles the block, which calls it
+        if isinstance(layer, models.Attention):               # LM compiles the block around it
             layer.compile()
     return layer
-
-
-def wide(width, **differences):
-    """Return a models.Config of this width, with heads of HEAD and these differences from its
-    defaults."""
-    return models.Config(n_embd=width, n_head=width // HEAD, head_dim=HEAD, **differences)
 
 
 def both(layer, x):
@@ -116,32 +104,10 @@ def layer_task(args, device):
             "forward + backward of one layer [tokens/s]", log="xy")
 
 
-def rule_call(args, device, **differences):
-    """Return a function that runs the rule over --length tokens, forward and backward. The
-    projections are computed here, before, so they are not timed."""
-    config = wide(args.width, **SIMPLE, max_norm=0.0, **differences)
-    layer = make_layer(device, config)
-    x = torch.randn(args.batch_size, args.length, args.width, device=device)
-    state = layer.start(x)
-    with torch.no_grad():
-        q, k, v, gates, _ = layer.project(x, state)
-    leaves = [a.requires_grad_() for a in (q, k, v, *gates[:4])]      # keep, step, momentum, gate
-    leaves += [p for name, p in layer.named_parameters() if "M0" in name]
-
-    def call():
-        y, _ = layer.learn(q, k, v, gates, state.fast)
-        torch.autograd.grad(y, leaves, torch.ones_like(y))
-
-    return call
-
-
-def rule_task(args, device):
-    """Time the rule alone, without projections, with several settings."""
-    contestants = []
-    for setting in RULES:
-        columns = dict(zip(("memory", "window", "chunk", "muon", "shard"), setting))
-        contestants.append((columns, rule_call(args, device, **columns)))
-    yield results(device, race(contestants, args.batch_size * args.length, args.minutes))
+def wide(width, **differences):
+    """Return a models.Config of this width, with heads of HEAD and these differences from its
+    defaults."""
+    return models.Config(n_embd=width, n_head=width // HEAD, head_dim=HEAD, **differences)
 
 
 def peers_task(args, device):
@@ -173,14 +139,14 @@ def peers_task(args, device):
     yield results(device, race(contestants, args.batch_size * args.length, args.minutes))
 
 
-TASKS = dict(layer=layer_task, rule=rule_task, peers=peers_task)
+TASKS = dict(layer=layer_task, peers=peers_task)
 
 
 def parse(argv=None):
     """Return the flags."""
     parser = Parser(prog="bench.py", description=__doc__, usage="python %(prog)s [TASK] [flags]")
     tasks = add_tasks(parser, TASKS, plot=["layer"], threads=1)
-    layer, rule, peers = tasks
+    layer, peers = tasks
     for task in tasks:
         add_number(task, "--minutes", 0.0, 2.0, "how long to measure, about")
         add_number(task, "--batch-size", 1, 1, "texts at a time")
@@ -190,9 +156,8 @@ def parse(argv=None):
     layer.add_argument("--size", choices=list(models.SIZES), default="tiny",
                        help="size of the model that the layer is of %(default)s")
     add_number(layer, "--lengths", 1, [256, 1024, 4096], "tokens of a text")
-    for task in (rule, peers):
-        add_number(task, "--length", 8, 2048, "tokens of a text")
-        add_number(task, "--width", HEAD, 256, "width of the layer, best a multiple of 64")
+    add_number(peers, "--length", 8, 2048, "tokens of a text")
+    add_number(peers, "--width", HEAD, 256, "width of the layer, best a multiple of 64")
     return parser.parse_args(with_task(argv, "layer"))
 
 

@@ -371,8 +371,8 @@ def circle_task(args, device):
         errors, _ = one_pass(layer, k, k, v)
         best = errors.argmin()
         _, y = one_pass(layer, q, k[SHOWN], v[SHOWN])
-        name += f", degree {degree}: error {errors[best]:.2f}"
-        say(name)
+        name += f"\ndegree {degree}: error {errors[best]:.2f}"
+        say(name.replace("\n", ", "))
         curves[name] = y[:, best, :, 0].T.tolist()
     yield curves
     if args.plot:
@@ -390,10 +390,12 @@ def draw_curves(path, curves, around, at, dots):
             axes.plot(around, ys[n - 1], "C0", linewidth=0.7, alpha=0.3 + n / 16)
         axes.plot(around, ys[-1], "C0", linewidth=2)
         axes.plot(at, dots, "ok")
-        axes.set_title(name.replace(", degree", "\ndegree"), fontsize=7)
-    figure.supxlabel("angle of the key; dots: pairs; "
-                     "thin: after token 2, 4, 8; thick: after the last", fontsize=10)
-    figure.supylabel("first number of the value", fontsize=10)
+        rule, title = name.split("\n")
+        axes.set_title(title, fontsize=9)
+        if axes in grid[:, 0]:
+            axes.set_ylabel(rule.replace(", ", "\n"), fontsize=9)
+    figure.supxlabel("angle of the key; dots: first number of each value; curves: that of M,\n"
+                     "thin: after token 2, 4, 8; thick: after the last", fontsize=9)
     save_figure(path, figure)
 
 

@@ -297,7 +297,7 @@ class Memory(nn.Module):
         """Set where the gates start. Where a step is at its bound, the first head keeps 0.73 of its
         memory and the last 0.998 (choice 16). Steps start at 1/4 of the bound, momentum and gates
         at 1/2."""
-        H, c = self.config.n_head, self.config
+        H = self.config.n_head
         nn.init.normal_(self.gates.weight, std=0.02)
         bias = torch.zeros(H, sum(self.n_gates))
         bias[:, 0] = torch.linspace(1, 6, H) if H > 1 else 3.5

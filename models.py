@@ -184,10 +184,9 @@ def build(preset="atlas", size="tiny", **overrides):
 
 # ---- speed on a GPU
 def set_precision(config):
-    """Let a GPU multiply float32 matrices in its shorter TF32, unless the network needs all digits,
-    as Newton-Schulz at each token does (muon.py). This sets an option of the whole process."""
-    exact = not config.attention and config.muon == "token"
-    torch.set_float32_matmul_precision("highest" if exact else "high")
+    """Let a GPU multiply float32 matrices in its shorter TF32, unless Newton-Schulz at each token
+    needs all digits (muon.py). This sets an option of the whole process."""
+    torch.set_float32_matmul_precision("highest" if config.muon == "token" else "high")
 
 
 def compile_function(owner, name, **options):

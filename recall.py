@@ -6,6 +6,7 @@ and prints a table of their right answers.
     python recall.py                                          short for recall.py mqar
     python recall.py mqar --pairs 2 4 8 --vocab 32 --seq-len 32        many pairs at once
     python recall.py correlated --head-dim 4 --steps 600      pairs whose keys are alike
+    python recall.py halves --head-dim 4                      pairs that are told in two parts
 
 A name of --model is a preset, or a preset with changes, as atlas,memory=mlp,steps=900: one may
 change all fields of models.Config, the training steps, and lr.
@@ -135,6 +136,31 @@ def correlated(batch, n_pairs, family, generator, symbols=16):
     answers[:, 1::2] = values.gather(1, order)
     unasked = torch.full_like(pairs, -100)
     return torch.cat([pairs, asks], 1), torch.cat([unasked, answers], 1)
+
+
+def halves(batch, n_pairs, generator, symbols=32):
+    """Draw pairs that are told in two parts, then all keys in another order, which ask for both.
+    Each of two keys is told its left half, one of 4, and four tokens later its right half, one of
+    4. The answer is one of 16, a token for each combination. A memory that replaces what it knows
+    of a key loses the left half.
+    halves(1, 2, g, symbols=4), where tokens 0 to 3 are keys, 4 to 7 left, 8 to 11 right halves:
+
+        tokens     2    6    1    4    2   10    1    8    2    1
+        targets -100 -100 -100 -100 -100 -100 -100 -100   22   12
+    """
+    if n_pairs % 2 or n_pairs > symbols:
+        raise UserError(f"halves takes an even number of --pairs, at most {symbols}, not {n_pairs}")
+    keys = distinct(batch, n_pairs, symbols, generator)
+    left, right = torch.randint(4, (2, *keys.shape), generator=generator)
+    order = distinct(batch, n_pairs, n_pairs, generator)
+
+    told = [torch.stack([keys, half], -1) for half in (symbols + left, symbols + 4 + right)]
+    told = torch.stack([a.unflatten(1, (-1, 2)) for a in told], 2)       # two keys, then again
+    asks = keys.gather(1, order)
+    answers = symbols + 8 + 4 * left + right
+    unasked = torch.full((batch, 4 * n_pairs), -100)
+    return (torch.cat([told.flatten(1), asks], 1),
+            torch.cat([unasked, answers.gather(1, order)], 1))
 
 
 # ---- small models, trained on a task
@@ -322,22 +348,33 @@ def mqar_task(args, device):
     say("by guessing: 1 / pairs")
 
 
-def correlated_task(args, device):
-    """Ask for pairs whose keys share tokens. Train on all numbers of --pairs in turn."""
-    draws = {n: partial(correlated, args.batch_size, n, args.family) for n in args.pairs}
-    task = Task("correlated", 48, list(draws.values()), draws)
+def told_and_asked(name, vocab, draw, args, device):
+    """Train on all numbers of --pairs in turn, and ask for all pairs."""
+    draws = {n: partial(draw, args.batch_size, n) for n in args.pairs}
+    task = Task(name, vocab, list(draws.values()), draws)
     campaign(args, partial(score, task, args, device), args.pairs, "pairs")
     say("by guessing: 0.06")
 
 
-TASKS = dict(needle=needle_task, mqar=mqar_task, correlated=correlated_task)
+def correlated_task(args, device):
+    """Ask for pairs whose keys share tokens."""
+    draw = partial(correlated, family=args.family)
+    told_and_asked("correlated", 48, draw, args, device)
+
+
+def halves_task(args, device):
+    """Ask for pairs that were told in two parts."""
+    told_and_asked("halves", 56, halves, args, device)
+
+
+TASKS = dict(needle=needle_task, mqar=mqar_task, correlated=correlated_task, halves=halves_task)
 
 
 def parse(argv=None):
     parser = Parser(prog="recall.py", description=__doc__, usage="python %(prog)s [TASK] [flags]")
     tasks = list(add_tasks(parser, TASKS, plot=TASKS))
-    needle, mqar, correlated = tasks
-    for task, steps in zip(tasks, (1200, 300, 600)):
+    needle, mqar, correlated, halves = tasks
+    for task, steps in zip(tasks, (1200, 300, 600, 600)):
         task.set_defaults(mark='"records"')                   # `read_records` looks closer
         task.add_argument("--model", nargs="+", default=["atlas"],
                           help="presets, or presets with changes, as atlas,memory=mlp [atlas]")
@@ -351,7 +388,8 @@ def parse(argv=None):
     add_number(mqar, "--pairs", 1, [4], "pairs in a text")
     add_number(mqar, "--vocab", 4, 16, "size of the vocabulary; half of it are values")
     add_number(mqar, "--seq-len", 1, 24, "tokens of a text")
-    add_number(correlated, "--pairs", 1, [4, 8, 16], "pairs in a text")
+    for task in correlated, halves:
+        add_number(task, "--pairs", 1, [4, 8, 16], "pairs in a text")
     add_number(correlated, "--family", 1, 4, "rows and columns of keys in a text")
     return parser.parse_args(with_task(argv, "mqar"))
 

@@ -1398,11 +1398,24 @@ def correlated_answers(row):
     return answers
 
 
+def halves_answers(row):
+    """Collect the halves of each key. A token of each combination begins behind 32 keys, 4 left and
+    4 right halves."""
+    told = 4 * len(row) // 5
+    halves = {key: [] for key in row[told:]}
+    for key, half in zip(row[:told:2], row[1:told:2]):
+        halves[key].append(half)
+    return [-100] * told + [40 + 4 * (left - 32) + right - 36 for left, right in halves.values()]
+
+
 NEEDLE = partial(recall.needle, n_pairs=4, seq_len=64)
 MQAR = partial(recall.mqar, n_pairs=4, n_queries=3, vocab=16, seq_len=24)
 CORRELATED = partial(recall.correlated, n_pairs=9, family=4)
-TASKS = dict(needle=(NEEDLE, 49), mqar=(MQAR, 16), correlated=(CORRELATED, 48))
-ANSWERS = dict(needle=needle_answers, mqar=mqar_answers, correlated=correlated_answers)
+HALVES = partial(recall.halves, n_pairs=6)
+TASKS = dict(needle=(NEEDLE, 49), mqar=(MQAR, 16), correlated=(CORRELATED, 48),
+             halves=(HALVES, 56))
+ANSWERS = dict(needle=needle_answers, mqar=mqar_answers, correlated=correlated_answers,
+               halves=halves_answers)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -1913,10 +1926,11 @@ recall mar                                          mqar
 recall mqar --window 0                              window
 recall mqar --pairs 1 7                             vocab
 recall correlated --family 17                       --family
+recall halves --pairs 3                             --pairs
 recall mqar --model gpt                             transformer
 recall mqar --model atlas,muon=no                   none token chunk
 recall mqar --json words                            words
-bench rule --json gone/x                            gone
+bench peers --json gone/x                           gone
 episodic --grok --steps 1 --device cpu --out run    --resume --out
 """
 
@@ -2005,7 +2019,6 @@ def test_losses_of_a_checkpoint(trained, text, capsys):
 
 @pytest.mark.parametrize("line, n", [
     ("bench layer --model omeganet transformer --lengths 8 16 --minutes 0 --size tiny", 4),
-    ("bench rule --length 16 --minutes 0 --width 64", 8),
     ("bench peers --length 16 --minutes 0 --width 64", 5),
     ("eval online --pairs 3 5", 12)])
 def test_a_table_is_whole(line, n, tmp_path, monkeypatch):
@@ -2037,7 +2050,7 @@ def test_a_memory_bends_to_pairs_on_a_circle(tmp_path, capsys):
 
     _, v = eval.draw_pairs(5, 2, "cpu")
     curves = json.loads(Path(f"{path}.json").read_text())
-    curve = torch.tensor(curves["window 8, momentum, degree 2: error 0.00"][-1])
+    curve = torch.tensor(curves["window 8, momentum\ndegree 2: error 0.00"][-1])
     close(curve[:-1:18], v[eval.SHOWN, 0, :, 0], 0.1)         # each key is 18 points further
     assert Path(f"{path}.png").read_bytes().startswith(b"\x89PNG")
 
