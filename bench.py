@@ -25,7 +25,6 @@ from torch.utils.benchmark import Measurement, Timer
 import models
 
 HEAD = 64                             # width of a head in `peers`
-SIMPLE = dict(expansion=2, features="none", forget="zero")    # in `peers`
 
 
 def race(contestants, tokens, minutes):
@@ -104,21 +103,17 @@ def layer_task(args, device):
             "forward + backward of one layer [tokens/s]", log="xy")
 
 
-def wide(width, **differences):
-    """Return a models.Config of this width, with heads of HEAD and these differences from its
-    defaults."""
-    return models.Config(n_embd=width, n_head=width // HEAD, head_dim=HEAD, **differences)
-
-
 def peers_task(args, device):
     """Time attention, our layer with Titans' rule, to which it adds a window and a convolution, and
     titans-pytorch if it is installed. Newton-Schulz at each token, which only ours has, is timed
     with a matrix."""
-    attention = make_layer(device, wide(args.width, attention=True, attn_window=0))
+    wide = partial(models.Config, n_embd=args.width, n_head=args.width // HEAD, head_dim=HEAD)
+    attention = make_layer(device, wide(attention=True, attn_window=0))
     layers = [("attention", None, None, None, attention)]
     for memory, chunk, muon in (("mlp", 64, "none"), ("mlp", 64, "chunk"), ("mlp", 16, "none"),
                                 ("mlp", 16, "chunk"), ("linear", 16, "token")):
-        config = wide(args.width, **SIMPLE, memory=memory, chunk=chunk, muon=muon)
+        config = wide(memory=memory, expansion=2, chunk=chunk, muon=muon, features="none",
+                      forget="zero")
         ours = make_layer(device, config)
         layers.append(("ours", memory, chunk, muon, ours))
         if memory == "mlp" and find_spec("titans_pytorch"):

@@ -268,19 +268,33 @@ class Memory(nn.Module):
             self.init_lookback()
         self.init_gates()
 
+    @torch.no_grad()
     def init_M0(self, M0):
-        """Draw M0. The first matrices of a deep memory make x W about twice as long as x = phi(k).
-        The last one is small, so that at first the memory adds little to its residual."""
-        if self.config.memory == "linear":                                   # choice 10
-            last = 0.0
-        elif self.rule.norm:
-            last = 1.0
-        else:
-            last = 0.25
-        width = M0[-1].shape[1]           # the hidden units, or E for a matrix
-        for W in M0:
-            std = last if W is M0[-1] else 2.0
-            nn.init.normal_(W, std=std * width ** -0.5)
+        """Draw M0. A memory starts at 0 (choice 10); with a norm inside it starts near M = r. The
+        first matrices of a deep memory make x W about twice as long as x = phi(k)."""
+        c, *firsts, last = self.config, *M0
+        width = last.shape[1]             # the hidden units, or E for a matrix
+        for W in firsts:
+            nn.init.normal_(W, std=2 * width ** -0.5)
+        nn.init.zeros_(last)
+        if self.rule.norm:
+            nn.init.normal_(last, std=width ** -0.5)
+        if self.rule.norm or not firsts:
+            return
+
+        # take the residual k away. gelu(z) - gelu(-z) = z, so hidden units come in pairs of z = x A
+        # and -z. Q, with orthonormal columns, undoes the rows of A that read k, and no others
+        m, one = width // 2, int(c.features in ("monomial", "sketch"))       # where k begins in x
+        n = min(m, c.head_dim)
+        Q = torch.linalg.qr(torch.randn(len(last), m, n, device=last.device)).Q
+        A = firsts[0][..., :m]
+        A = A - A @ Q @ Q.mT
+        A[:, one:one + n] = 2 ** 0.5 * Q.mT
+        firsts[0][..., :2 * m] = torch.cat([A, -A], 2)
+        last[:, :2 * m, :n] = torch.cat([-Q, Q], 1) / 2 ** 0.5
+        if c.memory == "gated":
+            firsts[1].zero_()
+            firsts[1][:, 0] = 1           # times the first feature, which is 1
 
     @torch.no_grad()
     def init_lookback(self):

@@ -3,7 +3,6 @@ writes.
 
     python sample.py --prompt "ROMEO:" --tokens 500
     python sample.py --ckpt runs/a/best.pt --temperature 0.7 --top-p 0.9 --num 3
-    python sample.py --prompt - --stop "THE END" < letter.txt
     python sample.py --prompt - --tokens 0 --save-state read.pt < book.txt    read a book once, and
     python sample.py --load-state read.pt --prompt "After that"               go on where it ended
 
@@ -23,21 +22,6 @@ from data import continue_text, encode_prompt
 from train import load_checkpoint, rebuild
 
 MARK = "state of sample.py"                                   # in each file of --save-state
-
-
-def until(stop, pieces):
-    """Yield the text of pieces up to the first `stop`, piece by piece. The last characters, which
-    may be the beginning of `stop`, are held back until the next piece decides."""
-    waiting = ""
-    for piece in pieces:
-        waiting += piece
-        if stop and stop in waiting:
-            yield waiting.partition(stop)[0]
-            return
-        sure = max(0, len(waiting) + 1 - len(stop))           # no later stop begins here
-        yield waiting[:sure]
-        waiting = waiting[sure:]
-    yield waiting
 
 
 def read_prompt(given):
@@ -66,8 +50,8 @@ def load_state(path, origin, device):
 def speak(args):
     """Do what the flags `args` say: print the prompt and what the model writes after it, --num
     times, and keep the state."""
-    if args.save_state and (args.num > 1 or args.stop):
-        raise UserError("--save-state keeps the end of one whole text; drop --num and --stop")
+    if args.save_state and args.num > 1:
+        raise UserError("--save-state keeps the end of one text; drop --num")
     check_output(args.save_state, MARK)                       # it overwrites only such files
     prompt = read_prompt(args.prompt)
     device = setup(args.device, args.threads)
@@ -100,7 +84,7 @@ def speak(args):
             place = [state, ids.copy()]                       # continue_text moves it on
             pieces = continue_text(model, tokenizer, place, args.tokens, generator=draws,
                                    temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
-            for piece in until(args.stop, pieces):
+            for piece in pieces:
                 show(piece)
                 if noted:
                     break
@@ -119,7 +103,6 @@ def main(argv=None):
     add = parser.add_argument
     add("--ckpt", default="out", help="checkpoint file, or folder with best.pt or ckpt.pt [out]")
     add("--prompt", default="", help="text to go on from; - reads stdin; empty: a newline")
-    add("--stop", default="", metavar="TEXT", help="end before this text appears")
     add_number(parser, "--tokens", 0, 500, "tokens to write")
     add_number(parser, "--temperature", 0.0, 0.8, "0 takes the likeliest token")
     add_number(parser, "--top-k", 0, 0, "draw from the N likeliest tokens; 0: all")

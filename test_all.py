@@ -1030,6 +1030,16 @@ def test_a_model_from_the_meta_device_loads(name, assign):
     assert torch.equal(other(x)[0], model(x)[0])
 
 
+@some_models("ttt-mlp", "atlas,muon=chunk", "atlas++", "deepomega", "linear")
+def test_a_memory_starts_at_zero(name):
+    """Catches a residual that hides what a memory writes, which keeps training on a plateau."""
+    layer = made(name, expansion=3).double().blocks[0].layer
+    k = unit(2, 2, 5, 8)
+    x = k if name == "deepomega" else layer.phi(k)
+    found = memory.apply(layer.config.memory, list(layer.M0), x, k)
+    close(found, torch.zeros_like(k), 1e-6)
+
+
 @torch.no_grad()
 def test_forward_leaves_the_gates_alone(monkeypatch):
     """Catches parameters swapped for a moment, which threads see; a wrapper that is passed by."""
@@ -1980,9 +1990,6 @@ def test_what_is_written_is_what_generate_says(trained, capsys):
     flags = "--prompt 'to be' --temperature 1.3 --top-k 7 --top-p 0.97 --seed"
     assert speak(capsys, trained, f"{flags} 5") == f"{wanted}\n"
     assert speak(capsys, trained, f"{flags} 6") != f"{wanted}\n"
-    stop = wanted[15:18]
-    stopped = speak(capsys, trained, f"{flags} 5 --stop '{stop}'")
-    assert stopped == wanted[:wanted.index(stop, 5)] + "\n"
 
 
 def test_a_text_goes_on_from_a_saved_state(trained, tmp_path, capsys):

@@ -99,8 +99,6 @@ TRAIN_SIZES = {
                  steps=500, eval_every=200),
     "baby": dict(steps=5000, batch_size=64, lr=1e-3, warmup=100, eval_every=250),
     "34m": SMALL,
-    "54m": SMALL,
-    "67m": SMALL,
     "170m": dict(SMALL, steps=30_000),
     "195m": dict(SMALL, steps=8000),
     "340m": PAPER | dict(batch_size=4, grad_accum=32, steps=30_000, lr=1.5e-3),
