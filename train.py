@@ -108,8 +108,8 @@ TRAIN_SIZES = {
 NO_FLAG = "vocab_size", "attention", "embed_lr"               # set by tokenizer, preset and size
 INIT_KEEPS = ["model", "tokenizer"]                           # --init takes them from a checkpoint
 # --resume accepts new values of these; any other flag must agree with the checkpoint.
-RESUME_CHANGES = ("resume out device dtype compile graph threads data steps lr outer_muon_lr eval_every "
-                  "log_every remat wandb plot").split()
+RESUME_CHANGES = ("resume out device dtype compile graph threads data steps lr outer_muon_lr "
+                  "eval_every log_every remat wandb plot").split()
 
 
 def settings(given, old=None):
@@ -214,7 +214,8 @@ class Task:
                           (B, T). With --documents there are two more, mask and reset, and each
                           document begins at a multiple of period, where a chunk begins. A batch
                           depends on (seed, number) alone, so --resume draws the same ones
-    loss(model, number)   return the loss of batch `number`, and add its tokens to tokens_read
+    inputs(model, number) return what draw returns, on the device; add its tokens to tokens_read
+    loss(model, number)   return the loss of batch `number`, or of inputs that are given
     one_pass(model, number)       add the gradient of its share of a step's loss; return the share
     optimizers(model)     return the optimizers, each made with its peak learning rate
     measure(model)        return the columns of a validation, {name: value}; best.pt is the
