@@ -270,8 +270,8 @@ class Memory(nn.Module):
 
     @torch.no_grad()
     def init_M0(self, M0):
-        """Draw M0. A memory starts at 0 (choice 10), a deep one if its expansion is 2 or more, and a
-        gated one if its first feature is 1. With a norm inside it starts near M = r. The first
+        """Draw M0. A memory starts at 0 (choice 10), a deep one if its expansion is 2 or more, and
+        a gated one if its first feature is 1. With a norm inside it starts near M = r. The first
         matrices of a deep memory make x W about twice as long as x = phi(k)."""
         c, *firsts, last = self.config, *M0
         width = last.shape[1]             # the hidden units, or E for a matrix
