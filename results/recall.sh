@@ -42,6 +42,7 @@ alike)                                    # one hour
         omeganet,n_head=8,lr=0.0025 atlas,muon=none,window=1 atlas,muon=none \
         atlas,muon=chunk,window=1,lr=0.01 atlas,muon=chunk,window=8,lr=0.01 atlas,window=1,lr=0.01 \
         atlas,lr=0.01 atlas-delta atlas,head_dim=8,features=none,muon=none \
+        atlas,muon=none,max_step=0.5 atlas,muon=none,max_step=2.0 \
         ttt,head_dim=11,lr=0.01 ttt,head_dim=16,lr=0.01 \
         ttt-mlp,head_dim=8,expansion=2,max_step=2.0 ;;
 keys)                                     # two hours
