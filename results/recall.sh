@@ -34,9 +34,8 @@ seeds)                                    # three hours; the best of the sweep
         atlas,head_dim=8,features=none,muon=none,window=8,lr=0.005 ttt,head_dim=11,lr=0.01 ;;
 halves)                                   # one hour
     recall halves --steps 1200 --seeds 1 2 --model $delta,lr=0.01 $gated $titans,lr=0.01 \
-        $omega,lr=0.0025 $none1 $none8 $ours
-    recall halves --steps 1200 --seeds 1 --model $chunk1,lr=0.01 $chunk8,lr=0.01 $token1,lr=0.01 \
-        $token8,lr=0.01 ;;
+        $omega,lr=0.0025 $none1 $none8 $chunk1,lr=0.01 $chunk8,lr=0.01 $token1,lr=0.01 \
+        $token8,lr=0.01 $ours ;;
 alike)                                    # one hour
     recall correlated --head-dim 4 --seeds 1 2 3 --model $delta,lr=0.01 $gated $titans,lr=0.01 \
         omeganet,n_head=8,lr=0.0025 atlas,muon=none,window=1 atlas,muon=none \
