@@ -5,7 +5,7 @@
 set -euo pipefail
 recall() { python3 recall.py "$@" --threads 1 --json "${JSON:-results/recall.json}"; }
 mqar() { recall mqar --vocab 64 --seq-len 64 --pairs 4 8 12 16 "$@"; }
-keys() { recall mqar --vocab 256 --seq-len 96 --pairs 8 16 24 --steps 2400 --seeds 1 "$@"; }
+keys() { recall mqar --vocab 256 --seq-len 96 --pairs 8 16 24 --steps 2400 "$@"; }
 
 # about 500 numbers of state in a layer: fast weights and momentum
 delta=deltanet,head_dim=11
@@ -22,8 +22,11 @@ ours=atlas-delta,head_dim=4
 
 case "${1:-}" in
 sweep)                                    # six hours; seed 1
-    for name in $delta $gated $titans $omega $none1 $none8 $chunk1 $chunk8 $token1 $token8 $ours; do
+    for name in $delta $gated $titans $omega $none1 $none8 $chunk1 $ours; do
         mqar --steps 2400 --seeds 1 --model "$name",lr=0.005 "$name",lr=0.0025 "$name",lr=0.01
+    done
+    for name in $chunk8 $token1 $token8; do
+        mqar --steps 2400 --seeds 1 --model "$name",lr=0.005 "$name",lr=0.01
     done
     mqar --steps 2400 --seeds 1 --model $chunk1,lr=0.01,max_step=2.0 $chunk8,lr=0.01,max_step=2.0 \
         $token8,lr=0.01,max_step=0.5 ;;
@@ -45,18 +48,18 @@ alike)                                    # one hour
         ttt,head_dim=11,lr=0.01 ttt,head_dim=16,lr=0.01 \
         ttt-mlp,head_dim=8,expansion=2,max_step=2.0 ;;
 keys)                                     # two hours
-    keys --model $delta $titans $ours deltanet,head_dim=16 atlas-delta,head_dim=5 \
-        atlas-delta,head_dim=7 $omega,lr=0.0025 $none8,lr=0.005 $token8,lr=0.01 ;;
+    keys --seeds 1 2 --model $ours deltanet,head_dim=8
+    keys --seeds 1 --model $delta $titans deltanet,head_dim=16 atlas-delta,head_dim=5 \
+        atlas-delta,head_dim=7 $none8,lr=0.005 $token8,lr=0.01 ;;
 wide)                                     # one hour; 1,440 numbers of fast weights
     mqar --steps 600 --seeds 1 2 3 4 5 --model atlas atlas-delta
-    mqar --steps 600 --seeds 1 2 3 --model atlas,chunk=32
-    mqar --steps 600 --seeds 1 --model omeganet ;;
+    mqar --steps 600 --seeds 1 2 3 --model atlas,chunk=32 ;;
 deep)                                     # one hour
     mqar --steps 600 --seeds 1 --model ttt,head_dim=16 ttt-mlp,expansion=1 ttt-mlp,expansion=2 \
         ttt-mlp ttt-mlp,expansion=1,max_step=2.0 ttt-mlp,expansion=2,max_step=2.0 \
         ttt-mlp,max_step=2.0 ttt-mlp,expansion=2,lr=0.0025 ttt-mlp,expansion=2,lr=0.01 \
         ttt-mlp,lr=0.0025 ttt-mlp,lr=0.01 ttt-mlp,expansion=2,lr=0.0025,max_step=2.0 \
-        ttt-mlp,expansion=2,chunk=4 ttt,head_dim=16,max_step=2.0 titans,memory=mlp \
+        ttt-mlp,expansion=2,chunk=4 ttt,head_dim=16,max_step=2.0 moneta \
         atlas,memory=mlp,muon=none,expansion=4 atlas,memory=mlp,muon=chunk,expansion=4 atlas++
     mqar --steps 600 --seeds 1 2 3 --model ttt,head_dim=16,lr=0.01 \
         ttt-mlp,expansion=2,max_step=2.0 ;;
