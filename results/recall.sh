@@ -30,11 +30,12 @@ sweep)                                    # six hours; seed 1
     done
     mqar --steps 2400 --seeds 1 --model $chunk1,lr=0.01,max_step=2.0 $chunk8,lr=0.01,max_step=2.0 \
         $token8,lr=0.01,max_step=0.5 $chunk8,lr=0.02 $token8,lr=0.02 ;;
-seeds)                                    # three hours; the best of the sweep
-    mqar --steps 2400 --seeds 1 2 3 --model $delta,lr=0.01 $gated,lr=0.005 $titans,lr=0.01 \
-        $omega,lr=0.0025 $none1,lr=0.005 $none8,lr=0.005 $chunk1,lr=0.01 $chunk8,lr=0.01 \
-        $token1,lr=0.01 $token8,lr=0.01 $ours,lr=0.005 transformer,head_dim=8,lr=0.005 \
-        atlas,head_dim=8,features=none,muon=none,window=8,lr=0.005 ttt,head_dim=11,lr=0.01 ;;
+seeds)                                    # four hours; the best of the sweep
+    mqar --steps 2400 --seeds 1 2 3 --model $delta,lr=0.01 $gated,lr=0.005 \
+        transformer,head_dim=8,lr=0.005 ttt,head_dim=11,lr=0.01
+    mqar --steps 2400 --seeds 1 2 3 4 5 --model $titans,lr=0.01 $omega,lr=0.0025 $none1,lr=0.005 \
+        $none8,lr=0.005 $chunk1,lr=0.01 $chunk8,lr=0.01 $token1,lr=0.01 $token8,lr=0.01 \
+        $ours,lr=0.005 atlas,head_dim=8,features=none,muon=none,window=8,lr=0.005 ;;
 halves)                                   # one hour
     recall halves --steps 1200 --seeds 1 2 3 --model $delta,lr=0.01 $gated $titans,lr=0.01 \
         $omega,lr=0.0025 $none1 $none8 $chunk1,lr=0.01 $chunk8,lr=0.01 $token1,lr=0.01 \
@@ -47,10 +48,12 @@ alike)                                    # one hour
         atlas,muon=none,max_step=0.5 atlas,muon=none,max_step=2.0 \
         ttt,head_dim=11,lr=0.01 ttt,head_dim=16,lr=0.01 \
         ttt-mlp,head_dim=8,expansion=2,max_step=2.0 ;;
-keys)                                     # two hours
-    keys --seeds 1 2 --model $ours deltanet,head_dim=8
-    keys --seeds 1 --model $delta $titans deltanet,head_dim=16 atlas-delta,head_dim=5 \
-        atlas-delta,head_dim=7 $none8,lr=0.005 $token8,lr=0.01 ;;
+keys)                                     # four hours
+    keys --seeds 1 2 3 --model $ours $none8,lr=0.005 $token8,lr=0.01
+    keys --seeds 1 2 --model $delta $delta,lr=0.01 $titans $titans,lr=0.01 $none1,lr=0.005 \
+        deltanet,head_dim=8
+    keys --seeds 1 --model deltanet,head_dim=16 atlas-delta,head_dim=5 atlas-delta,head_dim=7 \
+        $token8,lr=0.005 ;;
 wide)                                     # one hour; 1,440 numbers of fast weights
     mqar --steps 600 --seeds 1 2 3 4 5 --model atlas atlas-delta
     mqar --steps 600 --seeds 1 2 3 --model atlas,chunk=32 ;;
