@@ -31,11 +31,11 @@ sweep)                                    # six hours; seed 1
     mqar --steps 2400 --seeds 1 --model $chunk1,lr=0.01,max_step=2.0 $chunk8,lr=0.01,max_step=2.0 \
         $token8,lr=0.01,max_step=0.5 $chunk8,lr=0.02 $token8,lr=0.02 ;;
 seeds)                                    # four hours; the best of the sweep
-    mqar --steps 2400 --seeds 1 2 3 --model $delta,lr=0.01 $gated,lr=0.005 \
-        transformer,head_dim=8,lr=0.005 ttt,head_dim=11,lr=0.01
-    mqar --steps 2400 --seeds 1 2 3 4 5 --model $titans,lr=0.01 $omega,lr=0.0025 $none1,lr=0.005 \
-        $none8,lr=0.005 $chunk1,lr=0.01 $chunk8,lr=0.01 $token1,lr=0.01 $token8,lr=0.01 \
-        $ours,lr=0.005 atlas,head_dim=8,features=none,muon=none,window=8,lr=0.005 ;;
+    mqar --steps 2400 --seeds 1 2 3 --model transformer,head_dim=8,lr=0.005 ttt,head_dim=11,lr=0.01
+    mqar --steps 2400 --seeds 1 2 3 4 5 --model $delta,lr=0.01 $gated,lr=0.005 $titans,lr=0.01 \
+        $omega,lr=0.0025 $none1,lr=0.005 $none8,lr=0.005 $chunk1,lr=0.01 $chunk8,lr=0.01 \
+        $token1,lr=0.01 $token8,lr=0.01 $ours,lr=0.005 \
+        atlas,head_dim=8,features=none,muon=none,window=8,lr=0.005 ;;
 halves)                                   # one hour
     recall halves --steps 1200 --seeds 1 2 3 --model $delta,lr=0.01 $gated $titans,lr=0.01 \
         $omega,lr=0.0025 $none1 $none8 $chunk1,lr=0.01 $chunk8,lr=0.01 $token1,lr=0.01 \
